@@ -1,0 +1,96 @@
+"""Where a run's small files live, behind one contract that a file system and an object store can both keep.
+
+* A name that is put is put whole, durably, once; nothing is ever replaced.
+* *Absent* is a value (``None``, an empty listing); whatever else goes wrong is ``StorageUnavailableError``. The two are never
+  mixed up: only absence may lead to a fresh start.
+* Names are safe relative paths (`cosmos_ctrl.checkpoints.names`); anything else is ``UnsafeNameError`` before any access.
+* Names that begin with ``names.TEMPORARY_PREFIX`` are a store's own leftovers; no listing shows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+EntryKind = Literal["file", "directory", "symbolic link", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something below a prefix. Object stores have files only."""
+
+    name: str
+    """Relative to the prefix that was scanned."""
+    kind: EntryKind
+    size_bytes: int
+    """Zero unless it is a file."""
+
+
+class Store(Protocol):
+    """A run's directory or object-store prefix."""
+
+    @property
+    def uri(self) -> str:
+        """Where it is, for people and for errors."""
+
+    def location(self, name: str) -> str:
+        """Where `name` is, for people and for errors."""
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Store `data` under `name` unless the name is taken; durable once this returns. Missing parents are made.
+
+        Returns:
+            True when it was created, False when the identical bytes were there already (also by an earlier try of one's own whose
+            reply was lost).
+
+        Raises:
+            CheckpointConflictError: something else has the name; it is untouched.
+            StorageUnavailableError: nothing is known; the name may be visible.
+        """
+
+    def read(self, name: str, *, limit: int) -> bytes | None:
+        """All bytes of `name`, or None when it is absent.
+
+        Raises:
+            CheckpointDamagedError: it is larger than `limit` bytes, or not a regular file.
+            StorageUnavailableError: it could not be read.
+        """
+
+    def list(self, prefix: str) -> tuple[str, ...]:
+        """Immediate children of `prefix` ("" is the root), sorted; a directory's name ends in "/". Empty when it is absent.
+
+        Raises:
+            StorageUnavailableError: it could not be listed.
+        """
+
+    def scan(self, prefix: str) -> tuple[Entry, ...]:
+        """Everything below `prefix`, however deep, by name; reads no content and follows no link. Empty when it is absent.
+
+        Raises:
+            StorageUnavailableError: it could not be listed.
+        """
+
+    def head(self, name: str) -> int | None:
+        """Size of `name` in bytes, or None when it is absent or not a regular file.
+
+        Raises:
+            StorageUnavailableError: it could not be looked at.
+        """
+
+    def delete(self, name: str) -> bool:
+        """Remove `name`, durably.
+
+        Returns:
+            False when it was absent.
+
+        Raises:
+            StorageUnavailableError: it could not be removed.
+        """
+
+    def make_directory(self, name: str) -> None:
+        """Make the directory `name`, fresh and durable, and its missing parents.
+
+        Raises:
+            CheckpointConflictError: there is something of that name.
+            StorageUnavailableError: it could not be made.
+        """

@@ -1,0 +1,237 @@
+"""A store on a POSIX file system.
+
+* A name appears by ``link`` (or ``renameat2(RENAME_NOREPLACE)``) from a temporary file that is whole and fsynced, never by
+  writing to it and never by a plain rename: a reader sees all of it or nothing, and nothing is replaced.
+* "Already exists" is ambiguous on network file systems, so the content is read back and compared, not the inode.
+* Whoever finds the identical content makes its name durable too: its publisher may have died before doing so.
+* Parents are made durable before anything is put into them, once per store object.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from cosmos_ctrl.checkpoints import durable, names
+from cosmos_ctrl.checkpoints.digests import digest_bytes
+from cosmos_ctrl.checkpoints.durable import storage_errors
+from cosmos_ctrl.checkpoints.stores import Entry, EntryKind
+from cosmos_ctrl.core.errors import CheckpointConflictError, CheckpointDamagedError, StorageUnavailableError
+
+#: The operation in ``StorageUnavailableError`` when a name became visible and could not be made durable.
+VISIBLE_NOT_DURABLE = "making the published name durable"
+
+
+class LocalStore:
+    """The directory `root`. Making one touches nothing; the first put makes the directory if need be. Thread-safe."""
+
+    def __init__(self, root: Path, *, file_mode: int = 0o644, make_root: bool = True) -> None:
+        """Store below `root`.
+
+        Args:
+            root: made by the first put, unless `make_root` is False.
+            file_mode: permissions of files, from which the umask is taken.
+            make_root: False where a directory that somebody removed must not come back empty.
+        """
+        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - no link is to be resolved
+        self._file_mode = file_mode
+        self._make_root = make_root
+        self._durable: set[Path] = set()
+
+    @property
+    def uri(self) -> str:
+        """The directory's absolute path."""
+        return str(self.root)
+
+    def location(self, name: str) -> str:
+        """Absolute path of `name`."""
+        return str(self.path_of(name))
+
+    def path_of(self, name: str) -> Path:
+        """Where `name` lies; "" is the root.
+
+        Raises:
+            UnsafeNameError: it is not a safe relative path.
+        """
+        return self.root / names.check_store_name(name, path=self.uri) if name else self.root
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """See `Store.put_if_absent`.
+
+        A failure after the name became visible has the operation ``VISIBLE_NOT_DURABLE``: a reader may see it, a power loss may
+        undo it, and it must be neither acknowledged nor tried again here.
+        """
+        target = self.path_of(names.check_store_name(name, path=self.uri))
+        self._ensure(target.parent)
+        temporary = target.parent / f"{names.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        try:
+            durable.write_file(temporary, data, mode=self._file_mode)
+            created = durable.name_without_replacing(temporary, target)
+            if not created:
+                self._compare(name, target, data)
+            try:
+                durable.fsync_directory(target.parent)
+            except StorageUnavailableError as error:
+                cause = f"it is visible, whether it is durable is unknown: {error.cause}"
+                raise StorageUnavailableError(path=str(target), operation=VISIBLE_NOT_DURABLE, cause=cause) from error
+        finally:
+            # What cannot be removed now is a leftover that no listing shows.
+            with suppress(OSError):
+                temporary.unlink()
+        return created
+
+    def read(self, name: str, *, limit: int) -> bytes | None:
+        """See `Store.read`."""
+        path = self.path_of(name)
+        with storage_errors(path, "read"):
+            try:
+                # A FIFO would block an open without O_NONBLOCK; a link could lead anywhere.
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if error.errno == errno.ELOOP and path.is_symlink():
+                    raise self._damaged(path, "kind", "a regular file", "symbolic link") from error
+                raise
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise self._damaged(path, "kind", "a regular file", kind_of(status.st_mode))
+                data = _read_up_to(descriptor, limit + 1)
+            finally:
+                os.close(descriptor)
+        if len(data) > limit:
+            raise self._damaged(path, "size in bytes", f"at most {limit}", str(status.st_size))
+        return data
+
+    def list(self, prefix: str) -> tuple[str, ...]:
+        """See `Store.list`. A link to a directory is listed as one; a dangling link is ``StorageUnavailableError``."""
+        directory = self.path_of(prefix)
+        found = []
+        with storage_errors(directory, "list"):
+            try:
+                entries = os.scandir(directory)
+            except FileNotFoundError:
+                return ()
+            with entries:
+                for entry in entries:
+                    if entry.name.startswith(names.TEMPORARY_PREFIX):
+                        continue
+                    if entry.is_symlink():
+                        Path(entry.path).stat()  # is_dir takes a dangling link for a file
+                    found.append(entry.name + "/" if entry.is_dir() else entry.name)
+        return tuple(sorted(found))
+
+    def scan(self, prefix: str) -> tuple[Entry, ...]:
+        """See `Store.scan`."""
+        top = self.path_of(prefix)
+        found: list[Entry] = []
+        waiting = [""]
+        while waiting:
+            below = waiting.pop()
+            directory = top / below if below else top
+            with storage_errors(directory, "scan"):
+                try:
+                    entries = os.scandir(directory)
+                except FileNotFoundError:
+                    if not below:
+                        return ()
+                    raise
+                with entries:
+                    for entry in entries:
+                        if entry.name.startswith(names.TEMPORARY_PREFIX):
+                            continue
+                        name = f"{below}/{entry.name}" if below else entry.name
+                        status = entry.stat(follow_symlinks=False)
+                        kind = kind_of(status.st_mode)
+                        found.append(Entry(name, kind, status.st_size if kind == "file" else 0))
+                        if kind == "directory":
+                            waiting.append(name)
+        return tuple(sorted(found, key=lambda entry: entry.name))
+
+    def head(self, name: str) -> int | None:
+        """See `Store.head`."""
+        path = self.path_of(name)
+        with storage_errors(path, "stat"):
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def delete(self, name: str) -> bool:
+        """See `Store.delete`."""
+        path = self.path_of(names.check_store_name(name, path=self.uri))
+        with storage_errors(path, "unlink"):
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                if not path.parent.exists():
+                    return False
+                removed = False
+            else:
+                removed = True
+        # Also when it was absent: whoever removed it may have died before this.
+        durable.fsync_directory(path.parent)
+        return removed
+
+    def make_directory(self, name: str) -> None:
+        """See `Store.make_directory`."""
+        path = self.path_of(names.check_store_name(name, path=self.uri))
+        self._ensure(path.parent)
+        with storage_errors(path, "mkdir"):
+            try:
+                path.mkdir()
+            except FileExistsError as error:
+                raise CheckpointConflictError(path=str(path), what="the directory is not fresh") from error
+        durable.fsync_directory(path.parent)
+
+    def _ensure(self, directory: Path) -> None:
+        if directory in self._durable:
+            return
+        if directory != self.root:
+            self._ensure(directory.parent)
+        if directory != self.root or self._make_root:
+            durable.ensure_directory(directory)
+        else:
+            durable.fsync_name(directory)
+        self._durable.add(directory)
+
+    def _compare(self, name: str, target: Path, data: bytes) -> None:
+        try:
+            existing = self.read(name, limit=len(data))
+        except CheckpointDamagedError as error:
+            raise CheckpointConflictError(path=str(target), what=f"{error.what} {error.found}") from error
+        if existing is None:
+            raise CheckpointConflictError(path=str(target), what="it was there and was removed meanwhile")
+        if existing != data:
+            what = f"{digest_bytes(existing)} is there, {digest_bytes(data)} was to be published"
+            raise CheckpointConflictError(path=str(target), what=what)
+
+    @staticmethod
+    def _damaged(path: Path, what: str, expected: str, found: str) -> CheckpointDamagedError:
+        return CheckpointDamagedError(
+            path=str(path.parent), artifact=path.name, what=what, expected=expected, found=found
+        )
+
+
+def _read_up_to(descriptor: int, count: int) -> bytes:
+    # Not through a file object: its probes ignore errors.
+    blocks = []
+    while count and (block := os.read(descriptor, min(count, 1 << 20))):
+        blocks.append(block)
+        count -= len(block)
+    return b"".join(blocks)
+
+
+def kind_of(mode: int) -> EntryKind:
+    """The kind of thing that has `mode`."""
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "directory"
+    return "symbolic link" if stat.S_ISLNK(mode) else "other"

@@ -1,0 +1,264 @@
+"""Configuration: one TOML file, then the environment, then flags. Validated whole, before anything is started.
+
+* Unknown keys, other types and impossible values are refused with the key, the value and the reason.
+* ``COSMOS_CTRL__SECTION__KEY=value`` overrides ``[section] key``; the value is read as TOML, and as a string if it is none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cosmos_ctrl.core.policy import RunPolicy
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover
+    import tomli as tomllib
+
+ENVIRONMENT_PREFIX = "COSMOS_CTRL__"
+
+_Count = Annotated[int, Field(ge=0)]
+_Positive = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(gt=0)]
+
+
+class ConfigurationError(Exception):
+    """The configuration cannot be used. Names every wrong key, its value and the reason."""
+
+    def __init__(self, source: str, problems: list[str]) -> None:
+        self.source, self.problems = source, tuple(problems)
+        super().__init__(f"{source}:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunSection(_Section):
+    """[run]"""
+
+    name: Annotated[str, Field(min_length=1)] = "run"
+    """Name of the run, for people."""
+    directory: str = ""
+    """Where executions and checkpoints lie; runs/NAME when empty."""
+    journal: bool = False
+    """Whether every draw, settlement and step is written to executions/NUMBER.jsonl, for `cosmos-ctrl report`."""
+
+
+class ServerSection(_Section):
+    """[server]"""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on; 0 takes a free one, which is printed."""
+    max_message_bytes: Annotated[int, Field(ge=1 << 16, le=(1 << 31) - 1)] = 64 << 20
+    """Largest message in either direction."""
+    keepalive_s: _Seconds = 20.0
+    """Silence after which the connection itself is probed."""
+    linger_s: Annotated[float, Field(ge=0)] = 10.0
+    """How long an execution that is over waits for its workers to hear so."""
+
+
+class TrainSection(_Section):
+    """[train]"""
+
+    resume: bool | str = True
+    """true: the newest committed checkpoint; a path: that one and no other; false: a lineage of its own."""
+    groups_per_step: _Positive = 8
+    """Prompt groups in one training step."""
+    max_steps: _Count | None = None
+    """Hard limit; counts replayed steps."""
+    tail: Literal["train", "discard"] = "train"
+    """What becomes of groups that are too few for a whole step when the budget is exhausted."""
+    stop_grace_s: _Seconds = 120.0
+    """Time to finish in after a stop was requested."""
+    gate_timeout_s: _Seconds = 600.0
+    """Longest wait for all trainer ranks to confirm what they restored."""
+    trainers: dict[str, _Positive] = {"policy": 1}
+    """Trainer groups and their ranks; rank 0 of the first one leads."""
+
+
+class RolloutSection(_Section):
+    """[rollout]"""
+
+    n_generation: _Positive = 8
+    """Completions of one prompt group."""
+    max_outstanding_groups: _Positive = 64
+    """Groups that may be waiting, leased or ready at once."""
+    max_buffered_bytes: _Positive = 1 << 30
+    """Payload bytes held before leasing stops."""
+    min_completions_per_group: _Positive = 1
+    """A group with fewer left after discards is dropped whole."""
+    max_staleness: _Count | None = None
+    """Most training steps between a group's lowest weight version and the step that uses it."""
+    on_stale: Literal["discard", "regenerate"] = "discard"
+    """What becomes of a group that is too old."""
+    poison_limit: _Positive = 3
+    """Failure reports after which a group is discarded."""
+    lease_deadline_s: _Seconds | None = None
+    """Longest time a group may be out; unset: as long as the worker's session lives."""
+    announces_weights: bool = True
+    """Whether workers wait for announced weights."""
+
+
+class SamplingSection(_Section):
+    """[sampling]"""
+
+    prompts: str = ""
+    """Prompts file, JSON Lines with `prompt` and anything else; given to workers as it is."""
+    shuffle: bool = True
+    """Whether each epoch has an order of its own."""
+    seed: _Count = 0
+    """Of that order."""
+    epochs: _Positive | None = None
+    """Budget as passes over the prompts."""
+    completions: _Positive | None = None
+    """Budget as completions; one of the two is due."""
+
+
+class WindowSection(_Section):
+    """[window]"""
+
+    max_draws: _Positive = 1 << 20
+    """Draws beyond the safe boundary before no more are made."""
+    max_bytes: _Positive = 1 << 30
+    """Sampler-state bytes beyond the safe boundary."""
+
+
+class CheckpointsSection(_Section):
+    """[checkpoints]"""
+
+    owner: Literal["manifest", "application"] = "manifest"
+    """Who commits a checkpoint."""
+    every_steps: _Count = 0
+    """A checkpoint follows every so many steps; 0: only the last."""
+    on_corrupt: Literal["error", "previous"] = "error"
+    """What a damaged newest checkpoint means for automatic resume."""
+    save_timeout_s: _Seconds = 1800.0
+    """Longest time a save may take."""
+    compatibility: dict[str, Any] = {}
+    """The application's own settings that a resumed run must share."""
+
+
+class WorkersSection(_Section):
+    """[workers]"""
+
+    session_ttl_s: _Seconds = 15.0
+    """A worker's session lapses when nothing was heard for so long."""
+    max: _Positive = 100_000
+    """Worker processes remembered in one execution."""
+    max_unacknowledged_batches: _Positive = 64
+    """Report batches a worker may have unacknowledged."""
+    max_batch_completions: _Positive = 1 << 16
+    """Completions in one batch."""
+
+
+class Config(_Section):
+    """The whole configuration."""
+
+    run: RunSection = RunSection()
+    server: ServerSection = ServerSection()
+    train: TrainSection = TrainSection()
+    rollout: RolloutSection = RolloutSection()
+    sampling: SamplingSection = SamplingSection()
+    window: WindowSection = WindowSection()
+    checkpoints: CheckpointsSection = CheckpointsSection()
+    workers: WorkersSection = WorkersSection()
+    application: dict[str, Any] = {}
+    """Handed to the workers as it is."""
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory."""
+        return Path(self.run.directory or f"runs/{self.run.name}")
+
+    def policy(self) -> RunPolicy:
+        """What the core is told."""
+        return RunPolicy(
+            trainer_groups=tuple(self.train.trainers.items()),
+            groups_per_step=self.train.groups_per_step,
+            max_training_steps=self.train.max_steps,
+            save_every_steps=self.checkpoints.every_steps,
+            tail=self.train.tail,
+            min_completions_per_group=self.rollout.min_completions_per_group,
+            max_staleness=self.rollout.max_staleness,
+            on_stale=self.rollout.on_stale,
+            poison_limit=self.rollout.poison_limit,
+            max_outstanding_groups=self.rollout.max_outstanding_groups,
+            max_buffered_bytes=self.rollout.max_buffered_bytes,
+            max_window_draws=self.window.max_draws,
+            max_window_bytes=self.window.max_bytes,
+            announces_weights=self.rollout.announces_weights,
+            application_owns_checkpoints=self.checkpoints.owner == "application",
+            lease_deadline_s=self.rollout.lease_deadline_s,
+            session_ttl_s=self.workers.session_ttl_s,
+            gate_timeout_s=self.train.gate_timeout_s,
+            save_timeout_s=self.checkpoints.save_timeout_s,
+            stop_grace_s=self.train.stop_grace_s,
+            max_workers=self.workers.max,
+            max_unacknowledged_batches=self.workers.max_unacknowledged_batches,
+            max_batch_completions=self.workers.max_batch_completions,
+        )
+
+
+def load_config(
+    path: Path | None, *, environment: Mapping[str, str], overrides: Mapping[str, Mapping[str, Any]] | None = None
+) -> Config:
+    """Read and validate the configuration.
+
+    Args:
+        path: the TOML file; None: defaults.
+        environment: variables, of which those with the prefix override the file.
+        overrides: values by section and key, from flags, that override both.
+
+    Raises:
+        ConfigurationError: it cannot be read, or a value is refused.
+    """
+    source = str(path) if path is not None else "configuration"
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigurationError(source, [f"cannot be read: {error.strerror}"]) from error
+        except ValueError as error:
+            raise ConfigurationError(source, [f"is not TOML: {error}"]) from error
+    for name in sorted(environment):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            section, separator, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
+            if not separator or not section or not key:
+                raise ConfigurationError(source, [f"{name}: expected {ENVIRONMENT_PREFIX}SECTION__KEY"])
+            _section(values, section, source)[key] = _toml_value(environment[name])
+    for section, keys in (overrides or {}).items():
+        _section(values, section, source).update(keys)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigurationError(source, [_problem(detail) for detail in error.errors()]) from error
+
+
+def _section(values: dict[str, Any], name: str, source: str) -> dict[str, Any]:
+    section = values.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise ConfigurationError(source, [f"{name} = {section!r}: expected a section [{name}]"])
+    return section
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text
+
+
+def _problem(detail: Any) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"{key} = {detail['input']!r}: no such key"
+    return f"{key} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"

@@ -1,0 +1,468 @@
+"""The controller: one object that composes the core. Events in, effects out.
+
+* Plain and synchronous: no network, no disk, no clock but what it is given. The edge calls a method per event, performs
+  the effects that `take_effects` hands out, and calls `tick` often enough for deadlines.
+* Every fenced method checks in one order: execution → session → failure → the rest. A refusal changes nothing.
+* A method that finds nothing yet returns None; the edge waits for the next revision, up to the caller's deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cosmos_ctrl.core.admission import Admission, Batch, WeightAnnouncement
+from cosmos_ctrl.core.agreement import Agreement, Restored, Resumed
+from cosmos_ctrl.core.commands import Command, CommandLog, Save, ShardReceipt, Train
+from cosmos_ctrl.core.errors import (
+    AwaitingAgreementError,
+    ControlError,
+    NotAllowedError,
+    UnknownWorkError,
+    WrongStepError,
+)
+from cosmos_ctrl.core.execution import ExecutionIdentity, Fence, Incarnation, Notice, Place, WorkerInfo, Workers
+from cosmos_ctrl.core.leasing import LeaseReply, Leasing
+from cosmos_ctrl.core.ledger import SamplingBoundary, SamplingReplayLedger
+from cosmos_ctrl.core.lifecycle import EndReason, Lifecycle, Phase, Record
+from cosmos_ctrl.core.policy import RunPolicy
+from cosmos_ctrl.core.rollouts import CompletionPayload, Rollouts
+from cosmos_ctrl.core.sampling import Prompt, Sampling
+from cosmos_ctrl.core.training import Training
+
+#: Groups of execution e are numbered from e × 2^40 + 1, so a number names one group over all executions of a run.
+_GROUPS_PER_EXECUTION = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPayloads:
+    """A command's part of one group."""
+
+    group: int
+    prompt: Prompt
+    completions: tuple[CompletionPayload, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledgement:
+    """Answer to every batch and heartbeat."""
+
+    applied: int
+    notices: tuple[Notice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Effect: commit this save, then call `publication_succeeded` or `publication_failed`."""
+
+    save: Save
+
+
+@dataclass(frozen=True, slots=True)
+class RecordDamage:
+    """Effect: note durably beside the checkpoint that an artifact of it is damaged."""
+
+    checkpoint_path: str
+    artifact: str
+    explanation: str
+
+
+Effect = Publish | RecordDamage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatistics:
+    """A frozen snapshot of the run."""
+
+    phase: Phase
+    completed_training_steps: int
+    completed_optimizer_updates: int
+    remaining_completions: int
+    safe_remaining_completions: int
+    epoch: int
+    window_draws: int
+    window_completions: int
+    gap_age_s: float | None
+    blocking_group: int
+    groups_pending: int
+    groups_leased: int
+    groups_ready: int
+    groups_training: int
+    trained_completions: int
+    discarded_completions: int
+    stale_refused: int
+    lease_lost: int
+    weights_version: int | None
+    mean_reward: float | None
+    saves_pending: int
+    last_save: Save | None
+    """Newest committed save of this execution."""
+    end: tuple[EndReason, str] | None
+
+
+class Controller:
+    """The control plane of one execution."""
+
+    def __init__(
+        self,
+        policy: RunPolicy,
+        identity: ExecutionIdentity,
+        sampling: Sampling,
+        start: SamplingBoundary,
+        resumed: Resumed | None,
+        *,
+        clock: Callable[[], float],
+        new_id: Callable[[], str],
+        record: Record = lambda _event, **_values: None,
+    ) -> None:
+        """`start` is the boundary that `sampling` stands at; `resumed` is None for a fresh run."""
+        self.policy, self.identity, self.resumed = policy, identity, resumed
+        self._clock = clock
+        self._effects: list[Effect] = []
+        self._settled_counts = {"trained": 0, "discarded": 0}
+        self._stop_deadline: float | None = None
+        self._gate_deadline = clock() + policy.gate_timeout_s
+        self._first_group = identity.number * _GROUPS_PER_EXECUTION + 1
+
+        metadata = resumed.metadata if resumed else None
+        restored_steps = metadata.completed_training_steps if metadata else 0
+        leader_group, leader_rank = policy.leader
+        ranks = tuple(Place("trainer", group, 0, rank) for group, size in policy.trainer_groups for rank in range(size))
+
+        self.lifecycle = Lifecycle(record)
+        self.fence = Fence(identity)
+        self.workers = Workers(
+            max_workers=policy.max_workers,
+            max_unacknowledged=policy.max_unacknowledged_batches,
+            session_ttl_s=policy.session_ttl_s,
+            clock=clock,
+            new_id=new_id,
+        )
+        self.ledger = SamplingReplayLedger(
+            start,
+            first_token=self._first_group,
+            max_draws=policy.max_window_draws,
+            max_bytes=policy.max_window_bytes,
+            clock=clock,
+        )
+        self.rollouts = Rollouts(policy, self._settled, clock)
+        self.commands = CommandLog(
+            ranks,
+            Place("trainer", leader_group, 0, leader_rank),
+            steps=restored_steps,
+            updates=metadata.completed_optimizer_updates if metadata else 0,
+        )
+        self.agreement = Agreement(ranks, resumed, self.lifecycle, legacy=not identity.id)
+        self.leasing = Leasing(
+            policy, sampling, self.ledger, self.rollouts, self.lifecycle, oldest_version=restored_steps
+        )
+        self.training = Training(
+            policy,
+            identity,
+            self.commands,
+            self.ledger,
+            self.rollouts,
+            self.lifecycle,
+            resumed_steps=restored_steps if resumed else None,
+            clock=clock,
+            new_id=new_id,
+            publish=lambda save: self._effects.append(Publish(save)),
+        )
+        self._admission = Admission(
+            policy,
+            self.rollouts,
+            self.commands,
+            issued=lambda: (self._first_group, self.ledger.next_token),
+            versions=lambda: (restored_steps, self._newest_version()),
+            on_commit=self.training.commit,
+            on_weights=self._announce,
+            on_end=self._end_worker,
+        )
+        self.training.finish_if_nothing_is_left()
+
+    # -- state
+
+    @property
+    def everyone_knows(self) -> bool:
+        """Whether the execution is over and every connected worker has heard so."""
+        return self.lifecycle.over and all(worker.ended for worker in self.workers if worker.session)
+
+    def take_effects(self) -> list[Effect]:
+        """What the edge has to do, once each."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def statistics(self) -> RunStatistics:
+        """The run as it is."""
+        ledger = self.ledger.statistics()
+        train = self.commands.last
+        weights = self.leasing.weights
+        return RunStatistics(
+            phase=self.lifecycle.phase,
+            completed_training_steps=self.commands.steps,
+            completed_optimizer_updates=self.commands.updates,
+            remaining_completions=self.ledger.cursor.remaining_completions,
+            safe_remaining_completions=self.ledger.snapshot().remaining_completions,
+            epoch=self.ledger.cursor.epoch,
+            window_draws=ledger.window_draws,
+            window_completions=ledger.window_completions,
+            gap_age_s=ledger.gap_age_s if ledger.blocking_token is not None else None,
+            blocking_group=ledger.blocking_token or 0,
+            groups_pending=self.rollouts.pending_groups,
+            groups_leased=self.rollouts.leased_groups,
+            groups_ready=self.rollouts.ready_groups,
+            groups_training=len(train.rows) if isinstance(train, Train) and not train.committed else 0,
+            trained_completions=self._settled_counts["trained"],
+            discarded_completions=self._settled_counts["discarded"],
+            stale_refused=self.fence.refused,
+            lease_lost=self.rollouts.lease_lost,
+            weights_version=weights.version if weights is not None else None,
+            mean_reward=self.training.mean_reward,
+            saves_pending=len(self.commands.saves),
+            last_save=self.training.last_save,
+            end=self.lifecycle.end,
+        )
+
+    # -- workers
+
+    def register(self, execution_id: str, info: WorkerInfo) -> Incarnation:
+        """Open a session. An ID is checked if stated; a process that states none is told it."""
+        if execution_id:
+            self._pass_fence(execution_id)
+        self._raise_failure(None)
+        trainer = info.place.role == "trainer"
+        if trainer and info.place not in self.commands.ranks:
+            ranks = ", ".join(f"{group} × {size}" for group, size in self.policy.trainer_groups)
+            raise NotAllowedError(what=f"{info.place} is not one of this run's trainer ranks ({ranks})")
+        loser = self.workers.check_registration(info)
+        holder = self.workers.at(info.place)
+        if trainer and self.lifecycle.phase in ("RUNNING", "DRAINING") and holder is loser:
+            who = f"{loser} was replaced" if loser else f"{info.place} appeared anew"
+            self.lifecycle.fail(f"{who} after training had begun; fresh processes for every rank are the recovery")
+            self._raise_failure(None)
+        registration = self.workers.register(info)
+        if registration.retired is not None:
+            self.rollouts.expire(registration.retired)
+            self.agreement.forget(info.place)
+        self.lifecycle.record("register", worker=str(info.place), host=info.host, pid=info.pid, new=registration.new)
+        self.lifecycle.touch()
+        return registration.worker
+
+    def hear(self, execution_id: str, session: str) -> None:
+        """A message of this worker has arrived. The edge says so once per message: a call that waits here for long is no
+        sign of life, since the process behind it may be stopped."""
+        self._pass_fence(execution_id)
+        self.workers.hear(session)
+
+    def heartbeat(self, execution_id: str, session: str, acked_through: int, notices_through: int) -> Acknowledgement:
+        """The worker lives; returns the present ack."""
+        worker = self._enter(execution_id, session)
+        worker.log.confirm(acked_through, notices_through)
+        return Acknowledgement(worker.log.applied, tuple(worker.log.notices))
+
+    def submit(
+        self, execution_id: str, session: str, acked_through: int, notices_through: int, batch: Batch
+    ) -> Acknowledgement:
+        """Apply a batch once; a true repeat gets the present ack."""
+        worker = self._enter(execution_id, session)
+        worker.log.confirm(acked_through, notices_through)
+        if not worker.log.is_repeat(batch.number, batch.digest):
+            try:
+                self._admission.check(worker, batch)
+            except WrongStepError as error:
+                self.lifecycle.fail(error)
+                raise
+            self._admission.apply(worker, batch)
+            worker.log.record(batch.number, batch.digest)
+            self.lifecycle.touch()
+        return Acknowledgement(worker.log.applied, tuple(worker.log.notices))
+
+    # -- agreement
+
+    def confirm(self, execution_id: str, session: str, restored: Restored) -> tuple[str, ...]:
+        """Note what a trainer rank restored; returns the ranks that are still missing. As `Agreement.confirm`."""
+        worker = self._enter_trainer(execution_id, session)
+        self.agreement.confirm(worker.place, restored)
+        return self.agreement.missing
+
+    def report_damage(self, execution_id: str, session: str, artifact: str, explanation: str) -> None:
+        """A trainer rank found an artifact damaged while loading: it is recorded, and the execution fails."""
+        worker = self._enter_trainer(execution_id, session)
+        if self.resumed is None:
+            raise NotAllowedError(what=f"{worker.place} reports damage in a run that resumed from nothing")
+        path = self.resumed.metadata.checkpoint_path
+        self._effects.append(RecordDamage(path, artifact, explanation))
+        self.lifecycle.fail(f"{worker.place} found {artifact} of {path} damaged: {explanation}")
+
+    # -- rollouts
+
+    def lease(self, execution_id: str, session: str, number: int, most: int, *, last_call: bool) -> LeaseReply | None:
+        """Groups for a rollout worker. As `Leasing.lease`."""
+        return self.leasing.lease(self._enter(execution_id, session), number, most, last_call=last_call)
+
+    # -- training
+
+    def next_command(self, execution_id: str, session: str, number: int) -> Command | None:
+        """Command `number` for a trainer rank; None when there is none yet.
+
+        Raises:
+            AwaitingAgreementError: the gate is closed.
+        """
+        worker = self._enter_trainer(execution_id, session)
+        if not self.lifecycle.gate_open and self.lifecycle.phase != "ENDED":
+            raise AwaitingAgreementError(missing=self.agreement.missing)
+        return self.training.command(number, worker.place)
+
+    def dp_size(self, session: str) -> int:
+        """Data-parallel size of the asking worker: row i of its commands belongs to share i modulo the size."""
+        return self.workers.of(session).info.dp_size
+
+    def payloads(self, execution_id: str, session: str, number: int, dp_rank: int | None) -> list[GroupPayloads]:
+        """The payloads of a data-parallel share of a TRAIN command that is not committed, in its order."""
+        worker = self._enter_trainer(execution_id, session)
+        share, size = worker.info.dp_rank if dp_rank is None else dp_rank, worker.info.dp_size
+        if share >= size:
+            raise UnknownWorkError(what=f"share {share} of {size}")
+        command = self.commands.train(number)
+        if command.committed:
+            raise NotAllowedError(what=f"command {number} is committed, its payloads are gone")
+        found = []
+        for token, mask in command.rows[share::size]:
+            group = self.rollouts.group(token)
+            if group is None:
+                raise UnknownWorkError(what=f"group {token}")
+            found.append(GroupPayloads(token, group.prompt, tuple(self.rollouts.payloads(token, mask))))
+        return found
+
+    def report_receipts(
+        self, execution_id: str, session: str, number: int, receipts: tuple[ShardReceipt, ...], note: str
+    ) -> Save:
+        """A rank has written and made durable all its artifacts of a save."""
+        worker, save = self._enter_save(execution_id, session, number)
+        declared = self.agreement.artifacts_of(worker.place)
+        self.commands.check_receipts(save, worker.place, receipts, declared, self.identity.id)
+        self.training.receive(save, worker.place, receipts, note)
+        return save
+
+    def report_abandoned(self, execution_id: str, session: str, number: int, reason: str) -> Save:
+        """A rank cannot finish a save: nothing of it is published."""
+        worker, save = self._enter_save(execution_id, session, number)
+        if save.state == "PENDING":
+            self.training.abandon(save, f"{worker.place}: {reason}")
+        return save
+
+    def report_committed(self, execution_id: str, session: str, number: int, checkpoint_path: str) -> Save:
+        """The application has committed the save in its own format."""
+        worker, save = self._enter_save(execution_id, session, number)
+        if not self.policy.application_owns_checkpoints:
+            raise NotAllowedError(what=f"{worker.place} reports its own commit in a run whose manifest is ours")
+        if save.state == "PENDING":
+            save.path = checkpoint_path
+            self.training.committed(save, "")
+        return save
+
+    def publication_succeeded(self, save: Save, manifest_digest: str) -> None:
+        """The manifest is visible and durable."""
+        self.training.committed(save, manifest_digest)
+
+    def publication_failed(self, save: Save, error: ControlError) -> None:
+        """The manifest could not be published, or must not be acknowledged."""
+        self.training.abandon(save, str(error))
+
+    # -- ends
+
+    def request_stop(self, execution_id: str, session: str, reason: str, grace_s: float | None) -> str:
+        """Finish issued updates, save, end; returns the reason that counts, which is the first one."""
+        self._pass_fence(execution_id)
+        if session:
+            self.workers.of(session)
+        self._raise_failure(None)
+        return self.stop(reason, grace_s)
+
+    def stop(self, reason: str, grace_s: float | None = None) -> str:
+        """As `request_stop`, from the controller's own process."""
+        if self.lifecycle.ending is None and not self.lifecycle.over:
+            self._stop_deadline = self._clock() + (self.policy.stop_grace_s if grace_s is None else grace_s)
+            self.training.stop_giving_work("STOP_REQUESTED", reason)
+            self.training.form()
+        return self.lifecycle.ending[1] if self.lifecycle.ending is not None else reason
+
+    def fail(self, message: str) -> None:
+        """End the execution at once, for a reason from outside the core."""
+        self.lifecycle.fail(message)
+
+    def tick(self) -> None:
+        """Let time pass: sessions lapse, leases expire, deadlines end waits."""
+        for worker in self.workers.silent():
+            silence = self.workers.silence_s(worker)
+            self.workers.lapse(worker)
+            self.rollouts.expire(worker)
+            self.lifecycle.record("lapse", worker=str(worker.place))
+            self.lifecycle.touch()
+            training = self.lifecycle.phase in ("RUNNING", "DRAINING")
+            if worker.place.role == "trainer" and training:
+                self.lifecycle.fail(f"{worker} was not heard for {silence:.1f} s")
+        self.rollouts.expire_overdue()
+        self.training.abandon_overdue()
+        self.training.end_if_exhausted()
+        now, phase = self._clock(), self.lifecycle.phase
+        if phase == "AWAITING_AGREEMENT" and now > self._gate_deadline:
+            missing = ", ".join(self.agreement.missing)
+            self.lifecycle.fail(f"{missing} did not confirm within {self.policy.gate_timeout_s:.0f} s")
+        if phase == "DRAINING" and self._stop_deadline is not None and now > self._stop_deadline:
+            self.lifecycle.fail("the stop was not finished within its grace; unfinished saves are abandoned")
+
+    # -- callbacks of the parts
+
+    def _settled(self, group: int, mask: int, outcome: str, reason: str) -> None:
+        newly = self.ledger.settle_mask(group, mask)
+        self._settled_counts[outcome] += newly.bit_count()
+        self.lifecycle.record(
+            "settle", group=group, mask=newly, outcome=outcome, reason=reason, step=self.commands.steps
+        )
+
+    def _announce(self, worker: Incarnation, announcement: WeightAnnouncement) -> None:
+        if worker.place == self.commands.leader:
+            self.leasing.announce(announcement)
+
+    def _newest_version(self) -> int:
+        weights = self.leasing.weights
+        return weights.version if weights is not None else self.commands.steps
+
+    def _end_worker(self, worker: Incarnation, reason: str) -> None:
+        worker.ended = True
+        self.rollouts.expire(worker)
+        self.lifecycle.record("worker_end", worker=str(worker.place), reason=reason)
+        if worker.place.role == "trainer" and not self.lifecycle.over:
+            self.lifecycle.fail(f"{worker} ended before the run did: {reason}")
+
+    # -- entry
+
+    def _pass_fence(self, execution_id: str) -> None:
+        try:
+            self.fence.check(execution_id)
+        except ControlError:
+            self.lifecycle.record("stale_refused", stated=execution_id)
+            raise
+
+    def _enter(self, execution_id: str, session: str) -> Incarnation:
+        self._pass_fence(execution_id)
+        worker = self.workers.of(session)
+        self._raise_failure(worker)
+        return worker
+
+    def _enter_trainer(self, execution_id: str, session: str) -> Incarnation:
+        worker = self._enter(execution_id, session)
+        if worker.place.role != "trainer":
+            raise NotAllowedError(what=f"{worker.place} is no trainer")
+        return worker
+
+    def _enter_save(self, execution_id: str, session: str, number: int) -> tuple[Incarnation, Save]:
+        return self._enter_trainer(execution_id, session), self.commands.save(number)
+
+    def _raise_failure(self, worker: Incarnation | None) -> None:
+        if self.lifecycle.failure is not None:
+            if worker is not None and not worker.ended:
+                worker.ended = True
+                self.lifecycle.touch()
+            raise self.lifecycle.failure

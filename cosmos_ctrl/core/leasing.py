@@ -1,0 +1,115 @@
+"""Groups for rollout workers: what waits is leased first, then the sampler is drawn from.
+
+* Requests are numbered: the same number gets the same answer, so a lost reply draws nothing anew.
+* A draw happens only where it has room: budget, window, outstanding groups and buffered payloads all have limits.
+* Where the run announces weights, nothing is leased before the restored version is announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cosmos_ctrl.core.admission import WeightAnnouncement
+from cosmos_ctrl.core.errors import MalformedError, NotAllowedError, SequenceGapError
+from cosmos_ctrl.core.execution import Incarnation
+from cosmos_ctrl.core.ledger import SamplingReplayLedger
+from cosmos_ctrl.core.lifecycle import Lifecycle
+from cosmos_ctrl.core.policy import RunPolicy
+from cosmos_ctrl.core.rollouts import Lease, Rollouts
+from cosmos_ctrl.core.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReply:
+    """Answer to a numbered request for groups."""
+
+    leases: tuple[Lease, ...]
+    weights: WeightAnnouncement | None
+    no_more: bool
+    """Nothing more will be leased in this execution."""
+
+
+class Leasing:
+    """Answers requests for groups."""
+
+    def __init__(
+        self,
+        policy: RunPolicy,
+        sampling: Sampling,
+        ledger: SamplingReplayLedger,
+        rollouts: Rollouts,
+        lifecycle: Lifecycle,
+        *,
+        oldest_version: int,
+    ) -> None:
+        self._policy, self._sampling, self._ledger = policy, sampling, ledger
+        self._rollouts, self._lifecycle = rollouts, lifecycle
+        self._oldest_version = oldest_version
+        self.weights: WeightAnnouncement | None = None
+        """Newest announced weights."""
+
+    def announce(self, announcement: WeightAnnouncement) -> None:
+        """New weights exist; an older version than the newest changes nothing."""
+        if self.weights is None or announcement.version > self.weights.version:
+            self.weights = announcement
+            self._lifecycle.record("weights", version=announcement.version)
+            self._lifecycle.touch()
+
+    def lease(self, worker: Incarnation, number: int, most: int, *, last_call: bool) -> LeaseReply | None:
+        """Answer request `number`; None when there is nothing yet and `last_call` is not set.
+
+        Raises:
+            SequenceGapError: a number was left out, or an old one came again.
+        """
+        if worker.place.role != "rollout":
+            raise NotAllowedError(what=f"{worker.place} asks for prompts")
+        if most < 1:
+            raise MalformedError(what="max_groups is zero")
+        if number == worker.lease_number and isinstance(worker.lease_reply, LeaseReply):
+            return worker.lease_reply
+        if number != worker.lease_number + 1:
+            raise SequenceGapError(what="lease request", expected=worker.lease_number + 1, found=number)
+        no_more = worker.ended or self._nothing_left()
+        leases = () if no_more or not self._may_lease() else tuple(self._take(worker, most))
+        if not leases and not no_more and not last_call:
+            return None
+        reply = LeaseReply(leases, self.weights, no_more)
+        worker.lease_number, worker.lease_reply = number, reply
+        if leases:
+            self._lifecycle.touch()
+        return reply
+
+    def _nothing_left(self) -> bool:
+        if self._lifecycle.phase in ("DRAINING", "ENDED"):
+            return True
+        # What is out with a worker, or in a command, may come back and be leased again: only a settled window is the end.
+        exhausted = self._ledger.cursor.remaining_completions == 0
+        return self._lifecycle.gate_open and exhausted and not self._rollouts.unsettled_groups
+
+    def _may_lease(self) -> bool:
+        if self._lifecycle.phase != "RUNNING" or self._rollouts.buffered_bytes > self._policy.max_buffered_bytes:
+            return False
+        announced = self.weights is not None and self.weights.version >= self._oldest_version
+        return announced or not self._policy.announces_weights
+
+    def _take(self, worker: Incarnation, most: int) -> Iterator[Lease]:
+        while most > 0:
+            for lease in self._rollouts.lease(worker, most):
+                self._lifecycle.record("lease", group=lease.group, lease=lease.number, worker=str(worker.place))
+                most -= 1
+                yield lease
+            if most == 0 or not self._draw():
+                return
+
+    def _draw(self) -> bool:
+        remaining = self._ledger.cursor.remaining_completions
+        full = self._rollouts.outstanding_groups >= self._policy.max_outstanding_groups
+        if remaining == 0 or full or not self._ledger.has_room():
+            return False
+        draw = self._sampling.draw(remaining)
+        tokens = self._ledger.issue_draw(draw.after, draw.sizes)
+        self._rollouts.add(tokens, draw)
+        for token, prompt, size in zip(tokens, draw.prompts, draw.sizes, strict=True):
+            self._lifecycle.record("issue", group=token, key=prompt.key, size=size, epoch=draw.after.epoch)
+        return True

@@ -1,0 +1,425 @@
+"""Prompt groups on their way from the draw to settlement.
+
+* Every unsettled completion of a group is in exactly one of four masks: pending (waits for a worker), leased, ready
+  (accepted), training (in a command). A completion leaves the table by settling, and only then.
+* A group is leased as a whole, to one worker, under a number that was never used before. A row under another number, or
+  from another worker, is refused by itself and changes nothing: late results never mix into the group's new life.
+* What waits is leased oldest group first, so a hole under a settled window is the next thing leased.
+* Payloads belong to the controller from acceptance, to the trainer from dispatch. When completions are discarded or
+  generated again, the producer of a handle is told to free it.
+* Only explicit failure reports count toward the poison limit: never an expiry, a lost session or a restart.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cosmos_ctrl.core.errors import UnknownWorkError
+from cosmos_ctrl.core.execution import Incarnation
+from cosmos_ctrl.core.policy import RunPolicy
+from cosmos_ctrl.core.sampling import Draw, Prompt
+
+Outcome = Literal["completed", "discarded", "failed", "returned"]
+Disposition = Literal["trained", "discarded", "returned", "payload_lost"]
+Refusal = Literal["LEASE_LOST", "RETIRED", "ALREADY_REPORTED", "ENDED"]
+
+#: Tells the controller that completions settled: group, mask, "trained" or "discarded", reason.
+Settle = Callable[[int, int, Literal["trained", "discarded"], str], None]
+
+
+@dataclass(slots=True)
+class Segment:
+    """Completions of one reported row: `rewards`, `payloads` and `handles` follow the set bits of `reported`, low first."""
+
+    reported: int
+    held: int
+    """Those of them that were accepted and are still held: not settled, not to be generated again."""
+    rewards: Sequence[float]
+    lowest_version: int
+    highest_version: int
+    producer: Incarnation
+    codec: str = ""
+    payloads: Sequence[bytes] = ()
+    handles: Sequence[str] = ()
+
+    def position(self, completion: int) -> int:
+        """Where a completion stands in the columns."""
+        return (self.reported & ((1 << completion) - 1)).bit_count()
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionPayload:
+    """One completion of a command, as its producer reported it."""
+
+    completion: int
+    reward: float
+    lowest_version: int
+    highest_version: int
+    codec: str
+    payload: bytes | None
+    handle: str | None
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt's completions, as far as they are not settled."""
+
+    id: int
+    prompt: Prompt
+    size: int
+    pending: int
+    leased: int = 0
+    ready: int = 0
+    training: int = 0
+    lease: int = 0
+    """Newest lease number; 0 before the first."""
+    holder: Incarnation | None = None
+    deadline: float | None = None
+    failures: int = 0
+    trained: int = 0
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def unsettled(self) -> int:
+        """Every completion that is still in the table."""
+        return self.pending | self.leased | self.ready | self.training
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A group as handed to a worker."""
+
+    group: int
+    number: int
+    prompt: Prompt
+    size: int
+    mask: int
+    """Completions to generate."""
+    deadline_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadsFreed:
+    """Notice: the producer frees these payloads. Rows of (group, mask)."""
+
+    rows: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesCancelled:
+    """Notice: these lease numbers are not wanted any more."""
+
+    leases: tuple[int, ...]
+
+
+class Rollouts:
+    """All unsettled groups, and the queues they wait in."""
+
+    def __init__(self, policy: RunPolicy, settle: Settle, clock: Callable[[], float]) -> None:
+        self._policy, self._settle, self._clock = policy, settle, clock
+        self._groups: dict[int, Group] = {}
+        self._pending: list[int] = []
+        self._leased: dict[int, None] = {}
+        self._ready: dict[int, None] = {}
+        self._last_lease = 0
+        self.buffered_bytes = 0
+        self.lease_lost = 0
+
+    # -- counts
+
+    def group(self, group: int) -> Group | None:
+        """An unsettled group."""
+        return self._groups.get(group)
+
+    @property
+    def pending_groups(self) -> int:
+        """Groups that wait for a worker."""
+        return len(self._pending)
+
+    @property
+    def leased_groups(self) -> int:
+        """Groups out with workers."""
+        return len(self._leased)
+
+    @property
+    def ready_groups(self) -> int:
+        """Groups complete and waiting for a command."""
+        return len(self._ready)
+
+    @property
+    def outstanding_groups(self) -> int:
+        """Groups that are not settled and not in a command."""
+        return len(self._pending) + len(self._leased) + len(self._ready)
+
+    @property
+    def unsettled_groups(self) -> int:
+        """Groups with anything unsettled, in a command or not."""
+        return len(self._groups)
+
+    @property
+    def last_lease(self) -> int:
+        """Newest lease number given."""
+        return self._last_lease
+
+    # -- drawing and leasing
+
+    def add(self, tokens: Iterable[int], draw: Draw) -> None:
+        """The groups of a new draw wait for a worker."""
+        for token, prompt, size in zip(tokens, draw.prompts, draw.sizes, strict=True):
+            self._groups[token] = Group(token, prompt, size, pending=(1 << size) - 1)
+            heapq.heappush(self._pending, token)
+
+    def lease(self, worker: Incarnation, most: int) -> list[Lease]:
+        """Hand up to `most` waiting groups, oldest first, to `worker`."""
+        leases: list[Lease] = []
+        while self._pending and len(leases) < most:
+            group = self._groups[heapq.heappop(self._pending)]
+            self._last_lease += 1
+            limit = self._policy.lease_deadline_s
+            group.lease, group.holder = self._last_lease, worker
+            group.leased, group.pending = group.pending, 0
+            group.deadline = None if limit is None else self._clock() + limit
+            self._leased[group.id] = None
+            worker.leases.add(group.id)
+            leases.append(Lease(group.id, group.lease, group.prompt, group.size, group.leased, limit))
+        return leases
+
+    def expire(self, worker: Incarnation) -> None:
+        """Every lease of `worker` is lost; its groups wait for another worker."""
+        for token in sorted(worker.leases):
+            self._end_lease(self._groups[token])
+
+    def cancel_all(self) -> None:
+        """Every lease is lost and its holder told that it is not wanted any more."""
+        for group in [self._groups[token] for token in self._leased]:
+            if group.holder is not None:
+                group.holder.log.notify(LeasesCancelled((group.lease,)))
+            self._end_lease(group)
+
+    def expire_overdue(self) -> None:
+        """Leases past their deadline are lost, and their holders told."""
+        if self._policy.lease_deadline_s is None:
+            return
+        now = self._clock()
+        for group in [self._groups[token] for token in self._leased]:
+            if group.deadline is not None and group.deadline < now and group.holder is not None:
+                group.holder.log.notify(LeasesCancelled((group.lease,)))
+                self._end_lease(group)
+
+    # -- reports
+
+    def check_row(self, token: int, lease: int, mask: int, next_token: int, first_token: int) -> None:
+        """Raises UnknownWorkError for a group, lease or completion that was never given."""
+        if not first_token <= token < next_token:
+            raise UnknownWorkError(what=f"group {token}")
+        if not 0 < lease <= self._last_lease:
+            raise UnknownWorkError(what=f"lease {lease}")
+        group = self._groups.get(token)
+        if group is not None and mask.bit_length() > group.size:
+            raise UnknownWorkError(what=f"completion mask {mask:#x} of group {token}, which has {group.size}")
+
+    def refuses(self, token: int, lease: int, worker: Incarnation) -> Refusal | None:
+        """Why a whole row is refused by itself; None if it is not."""
+        group = self._groups.get(token)
+        if group is None:
+            return "RETIRED"
+        if worker.ended:
+            return "ENDED"
+        if group.lease != lease or group.holder is not worker or not group.leased:
+            self.lease_lost += 1
+            return "LEASE_LOST"
+        return None
+
+    def complete(self, token: int, mask: int, segment: Segment) -> int:
+        """Accept generated completions; returns those of `mask` that were leased, the rest is refused."""
+        group = self._groups[token]
+        accepted = mask & group.leased
+        if accepted:
+            segment.held = accepted
+            group.segments.append(segment)
+            self.buffered_bytes += sum(map(len, segment.payloads))
+            group.leased ^= accepted
+            group.ready |= accepted
+            self._settle_lease(group)
+        return accepted
+
+    def discard(self, token: int, mask: int, reason: str) -> int:
+        """A worker gives completions up for good; returns those that were leased."""
+        group = self._groups[token]
+        accepted = mask & group.leased
+        group.leased ^= accepted
+        self._settle_part(group, accepted, "discarded", reason)
+        self._settle_lease(group)
+        return accepted
+
+    def fail(self, token: int, mask: int, reason: str) -> int:
+        """A worker could not generate completions; they wait again, or are discarded at the poison limit."""
+        group = self._groups[token]
+        accepted = mask & group.leased
+        if not accepted:
+            return 0
+        group.leased ^= accepted
+        group.failures += 1
+        if group.failures >= self._policy.poison_limit:
+            self._settle_part(group, accepted, "discarded", f"poison:{reason}")
+        else:
+            group.pending |= accepted
+        self._settle_lease(group)
+        return accepted
+
+    def give_back(self, token: int, mask: int) -> int:
+        """A worker hands completions back; they wait again at once."""
+        group = self._groups[token]
+        accepted = mask & group.leased
+        group.leased ^= accepted
+        group.pending |= accepted
+        self._settle_lease(group)
+        return accepted
+
+    # -- training
+
+    def drop_stale(self, completed_steps: int) -> None:
+        """Discard or regenerate ready groups that are too old for the step after `completed_steps`."""
+        limit = self._policy.max_staleness
+        if limit is None:
+            return
+        for token in list(self._ready):
+            group = self._groups[token]
+            lowest = min(segment.lowest_version for segment in group.segments if segment.held & group.ready)
+            if completed_steps - lowest > limit:
+                del self._ready[token]
+                if self._policy.on_stale == "discard":
+                    self._drop(group, group.ready, "stale")
+                else:
+                    self._regenerate(group, group.ready)
+
+    def take(self, most: int) -> list[tuple[int, int]]:
+        """Move up to `most` ready groups, first ready first, into a command; returns rows of (group, mask)."""
+        rows = []
+        for token in list(self._ready)[:most]:
+            group = self._groups[token]
+            del self._ready[token]
+            group.training, group.ready = group.ready, 0
+            rows.append((token, group.training))
+        return rows
+
+    def drop_tail(self, reason: str) -> None:
+        """Discard everything that is ready: the run ends and it is too little for a command."""
+        for token in list(self._ready):
+            group = self._groups[token]
+            del self._ready[token]
+            self._drop(group, group.ready, reason)
+
+    def payloads(self, token: int, mask: int) -> list[CompletionPayload]:
+        """The completions of a command's row, by index."""
+        found = []
+        for segment in self._groups[token].segments:
+            bits = segment.held & mask
+            while bits:
+                completion = (bits & -bits).bit_length() - 1
+                bits &= bits - 1
+                at = segment.position(completion)
+                found.append(
+                    CompletionPayload(
+                        completion,
+                        segment.rewards[at],
+                        segment.lowest_version,
+                        segment.highest_version,
+                        segment.codec,
+                        segment.payloads[at] if segment.payloads else None,
+                        segment.handles[at] if segment.handles else None,
+                    )
+                )
+        return sorted(found, key=lambda payload: payload.completion)
+
+    def reward_sum(self, token: int, mask: int) -> float:
+        """Sum of the rewards of a command's row."""
+        total = 0.0
+        for segment in self._groups[token].segments:
+            if segment.reported & mask == segment.reported:
+                total += sum(segment.rewards)
+            else:
+                bits = segment.held & mask
+                while bits:
+                    total += segment.rewards[segment.position((bits & -bits).bit_length() - 1)]
+                    bits &= bits - 1
+        return total
+
+    def dispose(self, token: int, mask: int, disposition: Disposition, reason: str) -> None:
+        """What a committed command did with completions of it."""
+        group = self._groups[token]
+        group.training &= ~mask
+        if disposition == "trained":
+            group.trained += mask.bit_count()
+            self._settle_part(group, mask, "trained", "")
+        elif disposition == "discarded":
+            self._free(group, mask)
+            self._settle_part(group, mask, "discarded", reason)
+        elif disposition == "returned":
+            group.ready |= mask
+            if not group.pending:  # else its other completions are generated first: a group trains whole
+                self._ready[token] = None
+        else:
+            self._ready.pop(token, None)
+            self._regenerate(group, mask)
+
+    # -- inner moves
+
+    def _end_lease(self, group: Group) -> None:
+        group.pending |= group.leased
+        group.leased = 0
+        self._settle_lease(group)
+
+    def _settle_lease(self, group: Group) -> None:
+        """After any change of `leased`: when nothing is out any more, the lease ends and the group moves on."""
+        if group.leased or group.holder is None:
+            return
+        group.holder.leases.discard(group.id)
+        group.holder, group.deadline = None, None
+        self._leased.pop(group.id, None)
+        if group.pending:
+            heapq.heappush(self._pending, group.id)
+        elif group.ready:
+            if group.ready.bit_count() + group.trained < self._policy.min_completions_per_group:
+                self._drop(group, group.ready, "below_minimum")
+            else:
+                self._ready[group.id] = None
+
+    def _drop(self, group: Group, mask: int, reason: str) -> None:
+        group.ready &= ~mask
+        self._free(group, mask)
+        self._settle_part(group, mask, "discarded", reason)
+
+    def _regenerate(self, group: Group, mask: int) -> None:
+        group.ready &= ~mask
+        self._free(group, mask)
+        self._release(group, mask)
+        if not group.pending:
+            heapq.heappush(self._pending, group.id)
+        group.pending |= mask
+
+    def _free(self, group: Group, mask: int) -> None:
+        for segment in group.segments:
+            freed = segment.held & mask
+            if freed and segment.handles:
+                segment.producer.log.notify(PayloadsFreed(((group.id, freed),)))
+
+    def _settle_part(self, group: Group, mask: int, outcome: Literal["trained", "discarded"], reason: str) -> None:
+        if not mask:
+            return
+        self._settle(group.id, mask, outcome, reason)
+        self._release(group, mask)
+        if not group.unsettled:
+            del self._groups[group.id]
+
+    def _release(self, group: Group, mask: int) -> None:
+        """Let go of what was reported for completions of `mask`."""
+        for segment in group.segments:
+            segment.held &= ~mask
+        gone = [segment for segment in group.segments if not segment.held]
+        if gone:
+            self.buffered_bytes -= sum(len(payload) for segment in gone for payload in segment.payloads)
+            group.segments = [segment for segment in group.segments if segment.held]

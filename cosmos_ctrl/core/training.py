@@ -1,0 +1,210 @@
+"""What every trainer rank does next, and what follows when a step commits.
+
+* A TRAIN command is formed when enough groups are ready, or when no more can come and the policy trains the tail.
+* On commit exactly what the leader named settles, and where a SAVE follows, its boundary is cut in the same event: before
+  anything of the next step can settle.
+* A step that is committed, or is being saved, is not saved again. END is given when nothing is left to save.
+* What was issued and is not trained when a stop or a limit ends the run stays unsettled: the next execution issues it again.
+  Only an exhausted budget may discard a tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cosmos_ctrl.core.commands import Command, CommandLog, End, Save, ShardReceipt, Train
+from cosmos_ctrl.core.execution import ExecutionIdentity, Place
+from cosmos_ctrl.core.ledger import SamplingReplayLedger
+from cosmos_ctrl.core.lifecycle import EndReason, Lifecycle
+from cosmos_ctrl.core.policy import RunPolicy
+from cosmos_ctrl.core.rollouts import Rollouts
+
+
+class Training:
+    """Forms commands and commits steps."""
+
+    def __init__(
+        self,
+        policy: RunPolicy,
+        identity: ExecutionIdentity,
+        log: CommandLog,
+        ledger: SamplingReplayLedger,
+        rollouts: Rollouts,
+        lifecycle: Lifecycle,
+        *,
+        resumed_steps: int | None,
+        clock: Callable[[], float],
+        new_id: Callable[[], str],
+        publish: Callable[[Save], None],
+    ) -> None:
+        """`resumed_steps` is None for a fresh run; `publish` starts the commit of a complete save."""
+        self._policy, self._identity, self._log = policy, identity, log
+        self._ledger, self._rollouts, self._lifecycle = ledger, rollouts, lifecycle
+        self._clock, self._new_id, self._publish = clock, new_id, publish
+        self._saved_steps = resumed_steps
+        self.last_save: Save | None = None
+        """Newest committed save of this execution."""
+        self.mean_reward: float | None = None
+        """Over the completions trained in the last step."""
+
+    # -- commands
+
+    def command(self, number: int, place: Place) -> Command | None:
+        """Command `number` for a rank, formed now if it can be; None when there is none yet."""
+        command = self._log.get(number, place)
+        if command is None:
+            self.form()
+            command = self._log.get(number, place)
+        return command
+
+    def form(self) -> None:
+        """Form the next command, if there is one to form."""
+        if not self._log.may_form:
+            return
+        if self._lifecycle.ending is None and self._is_exhausted():
+            self._lifecycle.begin_ending("BUDGET_EXHAUSTED", "every completion of the budget is settled")
+        if self._lifecycle.ending is not None:
+            self._form_ending()
+            return
+        self._rollouts.drop_stale(self._log.steps)
+        rows = self._take_rows()
+        if rows:
+            command = Train(self._log.next_number, self._log.steps + 1, tuple(rows))
+            self._log.add(command)
+            self._lifecycle.record("train", command=command.number, step=command.step, rows=rows)
+            self._lifecycle.touch()
+
+    def finish_if_nothing_is_left(self) -> None:
+        """A restart at or past the limit, or with no budget left, is over before it begins."""
+        limit, steps = self._policy.max_training_steps, self._log.steps
+        if limit is not None and steps >= limit:
+            message = f"nothing to do: at step {steps}, the limit is {limit}"
+            self._lifecycle.begin_ending("STEP_LIMIT", message)
+        elif self._ledger.cursor.remaining_completions == 0:
+            message = f"nothing to do: at step {steps} with no budget left"
+            self._lifecycle.begin_ending("BUDGET_EXHAUSTED", message)
+        if self._lifecycle.ending is not None:
+            self._form_ending()
+
+    def end_if_exhausted(self) -> None:
+        """Form the ending when the last completion settled without a step (a discard, say)."""
+        if self._lifecycle.gate_open and self._lifecycle.ending is None and self._is_exhausted():
+            self.form()
+
+    def _is_exhausted(self) -> bool:
+        return self._ledger.cursor.remaining_completions == 0 and not self._rollouts.unsettled_groups
+
+    def _take_rows(self) -> list[tuple[int, int]]:
+        whole, ready = self._policy.groups_per_step, self._rollouts.ready_groups
+        if ready >= whole:
+            return self._rollouts.take(whole)
+        more_may_come = (
+            self._ledger.cursor.remaining_completions > 0 or self._rollouts.outstanding_groups > ready or ready == 0
+        )
+        if more_may_come:
+            return []
+        if self._policy.tail == "train":
+            return self._rollouts.take(ready)
+        self._rollouts.drop_tail("tail")
+        self.form()
+        return []
+
+    def _form_ending(self) -> None:
+        if self._lifecycle.gate_open and self._saved_steps != self._log.steps:
+            self._form_save(final=True)
+        elif not self._log.saves and self._lifecycle.ending is not None:
+            reason, message = self._lifecycle.ending
+            self._log.add(End(self._log.next_number, reason, message, self._log.steps))
+            self._lifecycle.finish()
+
+    def _form_save(self, *, final: bool) -> None:
+        number, steps, checkpoint_id = self._log.next_number, self._log.steps, self._new_id()
+        save = Save(
+            number=number,
+            checkpoint_id=checkpoint_id,
+            path=f"checkpoints/e{self._identity.number:04d}-s{steps:08d}-{checkpoint_id[:8]}",
+            steps=steps,
+            updates=self._log.updates,
+            boundary=self._ledger.snapshot(),
+            window_completions=self._ledger.statistics().window_completions,
+            final=final,
+            deadline=self._clock() + self._policy.save_timeout_s,
+        )
+        self._saved_steps = steps
+        self._log.add(save)
+        self._lifecycle.record(
+            "cut", checkpoint=checkpoint_id, path=save.path, step=steps, window=save.window_completions
+        )
+        self._lifecycle.touch()
+
+    # -- commit
+
+    def commit(self, command: Train) -> None:
+        """Every required rank has completed `command`: settle what the leader named, and save where it is due."""
+        rows = command.reports[self._log.leader].rows
+        trained = [row for row in rows if row.disposition == "trained"]
+        count = sum(row.mask.bit_count() for row in trained)
+        if count:
+            self.mean_reward = sum(self._rollouts.reward_sum(row.group, row.mask) for row in trained) / count
+        for row in rows:
+            self._rollouts.dispose(row.group, row.mask, row.disposition, row.reason)
+        self._lifecycle.record(
+            "commit",
+            step=self._log.steps,
+            updates=self._log.updates,
+            trained=count,
+            mean_reward=self.mean_reward if count else None,
+            cursor=self._ledger.cursor.remaining_completions,
+            safe=self._ledger.snapshot().remaining_completions,
+        )
+        self._lifecycle.touch()
+        limit, every = self._policy.max_training_steps, self._policy.save_every_steps
+        if limit is not None and self._log.steps >= limit:
+            self.stop_giving_work("STEP_LIMIT", f"step {self._log.steps} of at most {limit} is complete")
+        self.end_if_exhausted()
+        if self._lifecycle.ending is not None:
+            self.form()
+        elif every and self._log.steps % every == 0 and not self._log.saves:
+            self._form_save(final=False)
+
+    def stop_giving_work(self, reason: EndReason, message: str) -> None:
+        """Begin to end; what is leased is not wanted any more and stays unsettled."""
+        if self._lifecycle.ending is None:
+            self._lifecycle.begin_ending(reason, message)
+            self._rollouts.cancel_all()
+
+    # -- saves
+
+    def receive(self, save: Save, place: Place, receipts: tuple[ShardReceipt, ...], note: str) -> None:
+        """A rank has made its artifacts durable; the last one starts publication."""
+        if self._log.record_receipts(save, place, receipts, note):
+            self._publish(save)
+            self._lifecycle.touch()
+
+    def committed(self, save: Save, manifest_digest: str) -> None:
+        """The save is visible and durable."""
+        save.state, save.manifest_digest = "COMMITTED", manifest_digest
+        self.last_save = save
+        self._lifecycle.record("published", checkpoint=save.checkpoint_id, path=save.path, step=save.steps)
+        self._lifecycle.touch()
+        if self._lifecycle.ending is not None:
+            self.form()
+
+    def abandon(self, save: Save, why: str) -> None:
+        """Nothing of the save is published, now or later."""
+        save.state, save.why_abandoned = "ABANDONED", why
+        if self._saved_steps == save.steps:
+            self._saved_steps = None
+        self._lifecycle.record("abandoned", checkpoint=save.checkpoint_id, step=save.steps, why=why)
+        self._lifecycle.touch()
+        if save.final:
+            self._lifecycle.fail(f"the last save, of step {save.steps}, was abandoned: {why}")
+        elif self._lifecycle.ending is not None:
+            self.form()
+
+    def abandon_overdue(self) -> None:
+        """Give up saves past their deadline."""
+        now = self._clock()
+        for save in self._log.saves:
+            if now > save.deadline and save.state == "PENDING":
+                self.abandon(save, f"not finished within {self._policy.save_timeout_s:.0f} s")

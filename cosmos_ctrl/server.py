@@ -1,0 +1,354 @@
+"""The controller as a process: claims, discovers, opens its port, restores, serves, ends.
+
+* Order: the execution number is claimed, then the checkpoint discovered, then the port opened (everything answers
+  RESTORING), then the sampler restored. Health says SERVING from then on.
+* The first SIGTERM, SIGINT or SIGUSR1 finishes issued updates, saves at the real step and ends; a second one ends at once
+  and publishes nothing.
+* Two controllers on one port are an error, not a surprise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cosmos_ctrl.checkpoints.adapter import ManifestAdapter
+from cosmos_ctrl.checkpoints.claims import claim_execution
+from cosmos_ctrl.checkpoints.discovery import list_checkpoints
+from cosmos_ctrl.checkpoints.stores.local import LocalStore
+from cosmos_ctrl.config import Config
+from cosmos_ctrl.core.agreement import Resumed
+from cosmos_ctrl.core.controller import Controller
+from cosmos_ctrl.core.errors import ResumeMetadataMismatch
+from cosmos_ctrl.core.execution import ExecutionIdentity
+from cosmos_ctrl.core.ledger import SamplingBoundary
+from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata
+from cosmos_ctrl.core.samplers import SeekableSampler
+from cosmos_ctrl.core.sampling import Prompt, Sampling, load_resume_metadata
+from cosmos_ctrl.exits import ExitCode
+from cosmos_ctrl.journal import Journal, journal_path
+from cosmos_ctrl.prompts import read_prompts
+from cosmos_ctrl.service.guard import Guard
+from cosmos_ctrl.service.runtime import RunInfo, Runtime
+from cosmos_ctrl.service.servicer import ControllerServicer
+from cosmos_ctrl.v1 import controller_service_pb2
+from cosmos_ctrl.v1.controller_service_pb2_grpc import add_ControllerServiceServicer_to_server
+
+_log = logging.getLogger(__name__)
+
+_SERVICE = controller_service_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
+_TICK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Application:
+    """What the application brings: its sampler, its prompts, and how they are restored."""
+
+    sampler: Any
+    """Yields an index per draw; has ``state_dict`` unless a batch sampler owns the position."""
+    batch_sampler: Any = None
+    """Yields a list of indices per draw, and owns the position if given."""
+    prompt_of: Callable[[Any], Prompt]
+    """The prompt of an index."""
+    budget_completions: int
+    """Completions that a fresh run issues in all."""
+    adapter: ControllerResumeAdapter | None = None
+    """None: checkpoints of the run's directory, restored with ``load_state_dict``."""
+    compatibility: Mapping[str, Any] = field(default_factory=dict)
+    """What a resumed run must share with the one that saved: plain JSON values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What is known once the port is open."""
+
+    address: str
+    execution_number: int
+    execution_id: str
+    pid: int
+    phase: str
+    resumed_from: str
+    """Path of the checkpoint; empty for a fresh run."""
+
+
+def prompts_application(config: Config) -> Application:
+    """The application that needs no code: a prompts file and a seekable sampler.
+
+    Raises:
+        OSError, ValueError: the prompts file cannot be used, or no budget is configured.
+    """
+    section = config.sampling
+    if (section.epochs is None) == (section.completions is None):
+        raise ValueError("[sampling] needs one of epochs and completions")
+    dataset = read_prompts(Path(section.prompts))
+    prompts, n_generation = dataset.prompts, config.rollout.n_generation
+    return Application(
+        sampler=SeekableSampler(len(prompts), shuffle=section.shuffle, seed=section.seed),
+        prompt_of=prompts.__getitem__,
+        budget_completions=section.completions or (section.epochs or 0) * len(prompts) * n_generation,
+        compatibility={
+            "dataset": dataset.fingerprint,
+            "sampler": {"kind": "seekable", "shuffle": section.shuffle, "seed": section.seed},
+            "n_generation": n_generation,
+            "trainers": dict(config.train.trainers),
+            "application": config.checkpoints.compatibility,
+        },
+    )
+
+
+async def serve(config: Config, application: Application, *, on_ready: Callable[[Ready], None]) -> ExitCode:
+    """Run one execution to its end.
+
+    Args:
+        config: validated.
+        application: the sampler and how it is restored.
+        on_ready: called once the port is open and the sampler restored.
+
+    Raises:
+        CheckpointError: there is a checkpoint to resume from, and it cannot be used.
+        OSError: the port is taken, or the run's directory cannot be used.
+    """
+    store = LocalStore(config.directory)
+    execution_id = secrets.token_hex(16)
+    note = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": round(time.time(), 3)}
+    number = claim_execution(store, execution_id=execution_id, note=note)
+    adapter = application.adapter or ManifestAdapter(
+        store, compatibility=application.compatibility, on_corrupt=config.checkpoints.on_corrupt
+    )
+    sampling = Sampling(
+        application.sampler,
+        application.batch_sampler,
+        prompt_of=application.prompt_of,
+        completions_per_prompt=config.rollout.n_generation,
+    )
+    request = _AdapterRequest(_TrainRequest(config.train.resume, str(config.directory)))
+    metadata = load_resume_metadata(adapter, request, owner=sampling.owner_name)
+    _say_what_is_resumed(config, store, number, metadata)
+
+    servicer, health_servicer = ControllerServicer(), health.aio.HealthServicer()
+    server = _server(config, servicer, health_servicer)
+    port = _listen(server, config)
+    await server.start()
+    journal = Journal(journal_path(config.directory, number)) if config.run.journal else None
+    try:
+        start = await asyncio.to_thread(_restore, sampling, adapter, metadata, application.budget_completions)
+        controller = Controller(
+            config.policy(),
+            ExecutionIdentity(number, execution_id),
+            sampling,
+            start,
+            _resumed(adapter, metadata),
+            clock=time.monotonic,
+            new_id=lambda: secrets.token_hex(16),
+            **({"record": journal.record} if journal else {}),
+        )
+        info = RunInfo(
+            name=config.run.name,
+            uri=store.uri,
+            sampling_owner=sampling.owner_name,
+            compatibility=application.compatibility,
+            on_corrupt=config.checkpoints.on_corrupt,
+            max_message_bytes=config.server.max_message_bytes,
+        )
+        runtime = Runtime(controller, info, store)
+        _record_start(runtime, journal, start)
+        servicer.attach(runtime)
+        await health_servicer.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        on_ready(
+            Ready(
+                address=f"{config.server.host}:{port}",
+                execution_number=number,
+                execution_id=execution_id,
+                pid=os.getpid(),
+                phase=controller.lifecycle.phase,
+                resumed_from=metadata.checkpoint_path if metadata else "",
+            )
+        )
+        await _run_to_end(runtime, config.server.linger_s)
+        await health_servicer.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        return _exit_code(runtime)
+    finally:
+        await server.stop(grace=1.0)
+        if journal is not None:
+            journal.close()
+
+
+def write_ready_file(path: Path, ready: Ready) -> None:
+    """Tell who started this process where it listens: one JSON object, whole or absent."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    values = {name: getattr(ready, name) for name in Ready.__slots__}
+    temporary.write_text(json.dumps(values), encoding="utf-8")
+    temporary.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainRequest:
+    resume: bool | str
+    output_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class _AdapterRequest:
+    """The shape of configuration that adapters read."""
+
+    train: _TrainRequest
+
+
+def _restore(
+    sampling: Sampling, adapter: ControllerResumeAdapter, metadata: ControllerResumeMetadata | None, budget: int
+) -> SamplingBoundary:
+    return sampling.start(budget) if metadata is None else sampling.restore(adapter, metadata)
+
+
+def _resumed(adapter: ControllerResumeAdapter, metadata: ControllerResumeMetadata | None) -> Resumed | None:
+    if metadata is None:
+        return None
+    found = adapter.found if isinstance(adapter, ManifestAdapter) else None
+    if found is None:
+        return Resumed(metadata=metadata)
+    return Resumed(
+        metadata=metadata,
+        manifest_digest=found.manifest_digest,
+        repeat_bound_completions=found.manifest.repeat_bound_completions,
+        application_note=found.manifest.application_note,
+    )
+
+
+def _say_what_is_resumed(
+    config: Config, store: LocalStore, number: int, metadata: ControllerResumeMetadata | None
+) -> None:
+    if metadata is not None:
+        steps = metadata.completed_training_steps
+        _log.info("execution %d resumes from %s at step %d", number, metadata.checkpoint_path, steps)
+    elif config.train.resume is False and (held := list_checkpoints(store)):
+        _log.warning(
+            "execution %d starts FRESH although the run holds %d checkpoints, the newest %s: train.resume is false. "
+            "It starts a lineage of its own; nothing is overwritten.",
+            number,
+            len(held),
+            held[0].path,
+        )
+    else:
+        _log.info("execution %d starts fresh", number)
+
+
+def _server(config: Config, servicer: ControllerServicer, health_servicer: Any) -> grpc.aio.Server:
+    section = config.server
+    server = grpc.aio.server(
+        interceptors=[Guard(_SERVICE)],
+        options=[
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", section.max_message_bytes),
+            ("grpc.max_send_message_length", section.max_message_bytes),
+            ("grpc.keepalive_time_ms", int(section.keepalive_s * 1000)),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            # Without it a dead peer was found after a minute, whatever the keepalive timeout says.
+            ("grpc.http2.ping_timeout_ms", 10_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ],
+    )
+    add_ControllerServiceServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return server
+
+
+def _listen(server: grpc.aio.Server, config: Config) -> int:
+    address = f"{config.server.host}:{config.server.port}"
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}. Is another controller there?") from error
+    return port
+
+
+def _record_start(runtime: Runtime, journal: Journal | None, start: SamplingBoundary) -> None:
+    if journal is None:
+        return
+    controller = runtime.controller
+    resumed = controller.resumed
+    journal.record(
+        "start",
+        number=controller.identity.number,
+        id=controller.identity.id,
+        resumed_from=resumed.metadata.checkpoint_id if resumed else None,
+        step=controller.commands.steps,
+        updates=controller.commands.updates,
+        remaining=start.remaining_completions,
+        epoch=start.epoch,
+    )
+
+
+async def _run_to_end(runtime: Runtime, linger_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    signals = _Signals(runtime)
+    ticking = asyncio.create_task(runtime.tick_forever(_TICK_S))
+    try:
+        controller = runtime.controller
+        while not controller.lifecycle.over:
+            await runtime.revisions.beyond(runtime.revisions.current, 60.0)
+            if ticking.done():
+                ticking.result()
+        if controller.lifecycle.end is not None:
+            _log.info("the execution is over: %s: %s", *controller.lifecycle.end)
+        deadline = loop.time() + linger_s
+        while (left := deadline - loop.time()) > 0 and not (controller.everyone_knows and list(controller.workers)):
+            await runtime.revisions.beyond(runtime.revisions.current, left)
+        await runtime.finish_effects()
+    finally:
+        ticking.cancel()
+        signals.restore()
+
+
+class _Signals:
+    """The first signal stops the run well, the second at once."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._loop = asyncio.get_running_loop()
+        self._numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self._seen = 0
+        for number in self._numbers:
+            self._loop.add_signal_handler(number, self._handle, number)
+
+    def _handle(self, number: signal.Signals) -> None:
+        self._seen += 1
+        if self._seen == 1:
+            _log.info("%s: finishing issued updates, saving, ending", number.name)
+            self._runtime.controller.stop(f"{number.name} to the controller")
+        else:
+            _log.warning("%s again: ending at once, nothing more is published", number.name)
+            self._runtime.controller.fail(f"a second signal, {number.name}, ended the execution at once")
+        self._runtime.settle()
+
+    def restore(self) -> None:
+        """Hand the signals back."""
+        for number in self._numbers:
+            self._loop.remove_signal_handler(number)
+
+
+def _exit_code(runtime: Runtime) -> ExitCode:
+    failure = runtime.controller.lifecycle.failure
+    if failure is None:
+        return ExitCode.ENDED
+    if runtime.superseded:
+        return ExitCode.SUPERSEDED
+    if runtime.damage_recorded:
+        return ExitCode.DAMAGE_FOUND
+    return ExitCode.RESUME_MISMATCH if isinstance(failure, ResumeMetadataMismatch) else ExitCode.FAILED

@@ -1,0 +1,172 @@
+"""The core in a running process: its effects performed, its clock ticked, its waiters woken.
+
+* The core is touched from the event loop only; disk work runs in a thread, one publication at a time.
+* Before a publication, and again after the manifest is visible and before anyone is told, the claims are read: a
+  superseded controller acknowledges nothing, and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cosmos_ctrl.checkpoints.artifacts import Artifact
+from cosmos_ctrl.checkpoints.claims import is_superseded
+from cosmos_ctrl.checkpoints.damage import record_damage
+from cosmos_ctrl.checkpoints.document import Parent
+from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, publish_from_receipts
+from cosmos_ctrl.checkpoints.stores.local import LocalStore
+from cosmos_ctrl.core.commands import Save
+from cosmos_ctrl.core.controller import Controller, Effect, Publish, RecordDamage
+from cosmos_ctrl.core.errors import ControlError, StorageUnavailableError
+from cosmos_ctrl.core.resume import SamplingOwner
+from cosmos_ctrl.service.convert import save_metadata
+from cosmos_ctrl.service.watch import Revisions
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What the service says of the run beside the core's state."""
+
+    name: str
+    uri: str
+    sampling_owner: SamplingOwner
+    compatibility: Mapping[str, Any]
+    on_corrupt: Any
+    max_message_bytes: int
+
+
+class Superseded(Exception):
+    """A newer execution has claimed the run."""
+
+
+class Runtime:
+    """Drives one controller."""
+
+    def __init__(self, controller: Controller, info: RunInfo, store: LocalStore | None) -> None:
+        """`store` is the run's; None for legacy, which publishes nothing."""
+        self.controller, self.info, self.store = controller, info, store
+        self.revisions = Revisions()
+        self.superseded = False
+        self.damage_recorded = False
+        self.newest: CheckpointManifest | None = None
+        """The last manifest that this execution committed."""
+        self._publishing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def settle(self) -> None:
+        """After an event: start its effects and wake who waits."""
+        for effect in self.controller.take_effects():
+            task = asyncio.create_task(self._perform(effect))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self.revisions.publish(self.controller.lifecycle.revision)
+
+    async def until(self, attempt: Callable[[bool], T | None], wait_s: float) -> T | None:
+        """`attempt(last_call)` now and after every change, until it gives something or `wait_s` has passed."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        while True:
+            left = deadline - loop.time()
+            try:
+                result = attempt(left <= 0)
+            finally:
+                self.settle()
+            if result is not None or left <= 0:
+                return result
+            await self.revisions.beyond(self.revisions.current, left)
+
+    async def tick_forever(self, interval_s: float) -> None:
+        """Let time pass for the core."""
+        while True:
+            await asyncio.sleep(interval_s)
+            self.controller.tick()
+            self.settle()
+
+    async def finish_effects(self) -> None:
+        """Wait for what was started."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+
+    async def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Publish):
+            async with self._publishing:
+                await self._publish(effect.save)
+        elif isinstance(effect, RecordDamage):
+            await self._record_damage(effect)
+        self.settle()
+
+    async def _publish(self, save: Save) -> None:
+        if self.store is None:
+            error = StorageUnavailableError(path=save.path, operation="publish", cause="a legacy run has no store")
+            self.controller.publication_failed(save, error)
+            return
+        try:
+            manifest = self._manifest(save)
+            digest = await asyncio.to_thread(self._publish_blocking, self.store, save.path, manifest)
+        except Superseded:
+            self.superseded = True
+            self.controller.fail("a newer execution has claimed this run; nothing more is published or acknowledged")
+        except ControlError as error:
+            _log.error("checkpoint of step %d is not committed: %s", save.steps, error)
+            self.controller.publication_failed(save, error)
+        except Exception as error:
+            _log.exception("checkpoint of step %d is not committed", save.steps)
+            cause = StorageUnavailableError(path=save.path, operation="publish", cause=repr(error))
+            self.controller.publication_failed(save, cause)
+        else:
+            _log.info("checkpoint of step %d is committed: %s (%s)", save.steps, save.path, digest)
+            self.newest = manifest
+            self.controller.publication_succeeded(save, digest)
+
+    def _publish_blocking(self, store: LocalStore, path: str, manifest: CheckpointManifest) -> str:
+        if is_superseded(store, manifest.execution_number):
+            raise Superseded
+        digest = publish_from_receipts(Path(store.path_of(path)), manifest)
+        if is_superseded(store, manifest.execution_number):
+            raise Superseded
+        return digest
+
+    async def _record_damage(self, effect: RecordDamage) -> None:
+        if self.store is None:
+            return
+        try:
+            arguments = (self.store, effect.checkpoint_path, effect.artifact, effect.explanation)
+            await asyncio.to_thread(record_damage, *arguments)
+        except ControlError as error:
+            _log.error("damage of %s could not be recorded: %s", effect.checkpoint_path, error)
+        else:
+            self.damage_recorded = True
+
+    def _manifest(self, save: Save) -> CheckpointManifest:
+        artifacts = {
+            receipt.name: Artifact(receipt.size_bytes, receipt.digest, receipt.rank, place.group)
+            for place, receipts in save.receipts.items()
+            for receipt in receipts
+        }
+        return CheckpointManifest(
+            metadata=save_metadata(save, self.info.sampling_owner),
+            artifacts=artifacts,
+            compatibility=self.info.compatibility,
+            execution_number=self.controller.identity.number,
+            execution_id=self.controller.identity.id,
+            parent=self._parent(),
+            repeat_bound_completions=save.window_completions,
+            application_note=save.application_note,
+        )
+
+    def _parent(self) -> Parent | None:
+        last, resumed = self.controller.training.last_save, self.controller.resumed
+        if last is not None:
+            return Parent(checkpoint_id=last.checkpoint_id, manifest_digest=last.manifest_digest)
+        if resumed is not None:
+            return Parent(checkpoint_id=resumed.metadata.checkpoint_id, manifest_digest=resumed.manifest_digest)
+        return None

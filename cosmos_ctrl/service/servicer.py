@@ -1,0 +1,325 @@
+"""The RPCs. No policy: each checks in with the core, calls one method of it, and translates the answer.
+
+Until the sampler is restored there is no core, and everything answers RESTORING.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+from cosmos_ctrl.checkpoints.discovery import explain, list_checkpoints
+from cosmos_ctrl.core.commands import Command, End, Save, Train
+from cosmos_ctrl.core.controller import Acknowledgement, Controller
+from cosmos_ctrl.core.errors import (
+    CheckpointNotFoundError,
+    MalformedError,
+    RestoringError,
+)
+from cosmos_ctrl.core.leasing import LeaseReply
+from cosmos_ctrl.service import convert
+from cosmos_ctrl.service.runtime import Runtime
+from cosmos_ctrl.v1 import checkpoint_pb2, reports_pb2
+from cosmos_ctrl.v1 import controller_service_pb2 as pb
+from cosmos_ctrl.v1.controller_service_pb2_grpc import ControllerServiceServicer
+
+#: Longest wait of one call, in seconds: a client that wants more asks again.
+MAX_WAIT_S = 60.0
+
+#: Payload bytes in one response of FetchPayloads.
+PAYLOAD_CHUNK_BYTES = 4 << 20
+
+_DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
+
+M = TypeVar("M")
+
+
+class ControllerServicer(ControllerServiceServicer):
+    """Serves one execution."""
+
+    def __init__(self) -> None:
+        self._attached: Runtime | None = None
+
+    def attach(self, runtime: Runtime) -> None:
+        """The sampler is restored: serve."""
+        self._attached = runtime
+
+    @property
+    def _runtime(self) -> Runtime:
+        if self._attached is None:
+            raise RestoringError
+        return self._attached
+
+    @property
+    def _core(self) -> Controller:
+        return self._runtime.controller
+
+    # -- the run
+
+    async def GetResumeState(self, request: pb.GetResumeStateRequest, context: Any) -> pb.GetResumeStateResponse:
+        """See the proto."""
+        core, info = self._core, self._runtime.info
+        state = core.statistics()
+        response = pb.GetResumeStateResponse(
+            header=self._header(),
+            run=info.name,
+            run_uri=info.uri,
+            execution_number=core.identity.number,
+            phase=pb.Phase.Value(f"PHASE_{state.phase}"),
+            limits=self._limits(),
+        )
+        if core.resumed is not None:
+            response.metadata.CopyFrom(convert.metadata_to_message(core.resumed.metadata))
+            response.manifest_digest = core.resumed.manifest_digest
+            response.application_note = core.resumed.application_note
+            response.repeat_bound_completions = core.resumed.repeat_bound_completions
+        if state.end is not None:
+            response.end.CopyFrom(convert.end_to_message(*state.end, state.completed_training_steps))
+        return response
+
+    async def WatchRun(self, request: pb.WatchRunRequest, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
+        """See the proto."""
+        runtime = self._runtime
+        while True:
+            seen = runtime.revisions.current
+            yield pb.WatchRunResponse(header=self._header(), state=self._state())
+            if self._core.lifecycle.over:
+                return
+            await runtime.revisions.beyond(seen, MAX_WAIT_S)
+
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context: Any) -> pb.ListWorkersResponse:
+        """See the proto."""
+        workers = sorted(self._core.workers, key=lambda worker: worker.place)
+        page, token = _page(workers, request.page_size, request.page_token)
+        return pb.ListWorkersResponse(
+            header=self._header(),
+            workers=[convert.worker_to_message(w, self._core.workers.silence_s(w)) for w in page],
+            next_page_token=token,
+        )
+
+    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Any) -> pb.ListCheckpointsResponse:
+        """See the proto."""
+        store = self._runtime.store
+        found = await asyncio.to_thread(list_checkpoints, store) if store else ()
+        page, token = _page(found, request.page_size, request.page_token)
+        return pb.ListCheckpointsResponse(
+            header=self._header(),
+            checkpoints=[convert.checkpoint_to_message(f.path, f.manifest, f.manifest_digest) for f in page],
+            next_page_token=token,
+        )
+
+    async def ExplainResume(self, request: pb.ExplainResumeRequest, context: Any) -> pb.ExplainResumeResponse:
+        """See the proto."""
+        store, info = self._runtime.store, self._runtime.info
+        if store is None:
+            raise CheckpointNotFoundError(path=info.uri)
+        found = await asyncio.to_thread(explain, store, compatibility=info.compatibility, on_corrupt=info.on_corrupt)
+        page, token = _page(found.candidates, request.page_size, request.page_token)
+        return pb.ExplainResumeResponse(
+            header=self._header(), candidates=map(convert.candidate_to_message, page), next_page_token=token
+        )
+
+    # -- workers
+
+    async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: Any) -> pb.RegisterWorkerResponse:
+        """See the proto."""
+        core = self._core
+        worker = self._settled(lambda: core.register(request.execution_id, convert.worker_from_message(request)))
+        return pb.RegisterWorkerResponse(
+            header=self._header(),
+            session_id=worker.session,
+            lease_time=convert.duration(core.policy.session_ttl_s),
+            applied=worker.log.applied,
+            limits=self._limits(),
+            weights_announced=core.policy.announces_weights,
+        )
+
+    async def SubmitReports(self, request: pb.SubmitReportsRequest, context: Any) -> pb.SubmitReportsResponse:
+        """See the proto."""
+        return pb.SubmitReportsResponse(header=self._header(), ack=self._apply(request))
+
+    async def StreamReports(
+        self, request_iterator: AsyncIterator[pb.StreamReportsRequest], context: Any
+    ) -> AsyncIterator[pb.StreamReportsResponse]:
+        """See the proto."""
+        async for request in request_iterator:
+            yield pb.StreamReportsResponse(header=self._header(), ack=self._apply(request))
+
+    def _apply(self, request: pb.SubmitReportsRequest | pb.StreamReportsRequest) -> reports_pb2.ReportAck:
+        core, identity = self._core, request.worker
+        core.hear(identity.execution_id, identity.session_id)
+        confirmed = (request.acked_through, request.notices_through)
+
+        def apply() -> Acknowledgement:
+            if not request.HasField("batch"):
+                return core.heartbeat(identity.execution_id, identity.session_id, *confirmed)
+            batch = convert.batch_from_message(request.batch)
+            return core.submit(identity.execution_id, identity.session_id, *confirmed, batch)
+
+        return convert.ack_to_message(self._settled(apply))
+
+    # -- rollouts
+
+    async def LeasePrompts(self, request: pb.LeasePromptsRequest, context: Any) -> pb.LeasePromptsResponse:
+        """See the proto."""
+        core, identity = self._core, request.worker
+        core.hear(identity.execution_id, identity.session_id)
+
+        def attempt(last_call: bool) -> LeaseReply | None:
+            return core.lease(
+                identity.execution_id,
+                identity.session_id,
+                request.number,
+                request.max_groups,
+                last_call=last_call,
+            )
+
+        reply = await self._runtime.until(attempt, _wait(request.wait))
+        assert reply is not None, "the last call always answers"
+        return pb.LeasePromptsResponse(
+            header=self._header(),
+            groups=map(convert.lease_to_message, reply.leases),
+            weights=convert.weights_to_message(reply.weights) if reply.weights else None,
+            no_more=reply.no_more,
+        )
+
+    # -- trainers
+
+    async def ConfirmResume(self, request: pb.ConfirmResumeRequest, context: Any) -> pb.ConfirmResumeResponse:
+        """See the proto."""
+        core, identity = self._core, request.worker
+        core.hear(identity.execution_id, identity.session_id)
+        if request.WhichOneof("restored") == "damaged":
+            damaged = request.damaged
+            self._settled(
+                lambda: core.report_damage(
+                    identity.execution_id, identity.session_id, damaged.name, damaged.explanation
+                )
+            )
+            return pb.ConfirmResumeResponse(header=self._header())
+        restored = convert.restored_from_message(request)
+        missing: tuple[str, ...] = ()
+
+        def attempt(_last_call: bool) -> bool | None:
+            nonlocal missing
+            missing = core.confirm(identity.execution_id, identity.session_id, restored)
+            return None if missing else True
+
+        agreed = await self._runtime.until(attempt, _wait(request.wait))
+        return pb.ConfirmResumeResponse(header=self._header(), agreed=bool(agreed), missing=missing)
+
+    async def NextCommand(self, request: pb.NextCommandRequest, context: Any) -> pb.NextCommandResponse:
+        """See the proto."""
+        core, identity = self._core, request.worker
+        core.hear(identity.execution_id, identity.session_id)
+
+        def attempt(_last_call: bool) -> Command | None:
+            return core.next_command(identity.execution_id, identity.session_id, request.number)
+
+        command = await self._runtime.until(attempt, _wait(request.wait))
+        response = pb.NextCommandResponse(header=self._header())
+        if isinstance(command, Train):
+            response.train.CopyFrom(convert.train_to_message(command, core.dp_size(identity.session_id)))
+        elif isinstance(command, Save):
+            owner = self._runtime.info.sampling_owner
+            response.save.CopyFrom(convert.save_to_message(command, owner, core.identity.number))
+        elif isinstance(command, End):
+            response.end.CopyFrom(convert.end_command_to_message(command))
+        return response
+
+    async def FetchPayloads(
+        self, request: pb.FetchPayloadsRequest, context: Any
+    ) -> AsyncIterator[pb.FetchPayloadsResponse]:
+        """See the proto."""
+        core, identity = self._core, request.worker
+        core.hear(identity.execution_id, identity.session_id)
+        share = request.dp_rank if request.HasField("dp_rank") else None
+        groups = core.payloads(identity.execution_id, identity.session_id, request.command, share)
+        for chunk in convert.payload_messages(groups, PAYLOAD_CHUNK_BYTES):
+            yield pb.FetchPayloadsResponse(header=self._header(), groups=chunk)
+
+    async def ReportShards(self, request: pb.ReportShardsRequest, context: Any) -> pb.ReportShardsResponse:
+        """See the proto."""
+        core, identity = self._core, request.worker
+        core.hear(identity.execution_id, identity.session_id)
+        fenced = (identity.execution_id, identity.session_id, request.command)
+        kind = request.WhichOneof("outcome")
+        if kind == "receipts":
+            receipts = convert.receipts_from_message(request.receipts)
+            note = convert.note_from_message(request.receipts)
+            save = self._settled(lambda: core.report_receipts(*fenced, receipts, note))
+        elif kind == "abandoned":
+            save = self._settled(lambda: core.report_abandoned(*fenced, request.abandoned.reason))
+        elif kind == "committed":
+            save = self._settled(lambda: core.report_committed(*fenced, request.committed.checkpoint_path))
+        else:
+            raise MalformedError(what="neither receipts nor abandoned nor committed")
+        # The last rank's answer comes after publication, which this waits for.
+        await self._runtime.until(lambda _: None if save.state == "PUBLISHING" else True, MAX_WAIT_S)
+        return pb.ReportShardsResponse(
+            header=self._header(),
+            state=pb.SaveState.Value(f"SAVE_STATE_{save.state}"),
+            manifest_digest=save.manifest_digest,
+        )
+
+    async def RequestStop(self, request: pb.RequestStopRequest, context: Any) -> pb.RequestStopResponse:
+        """See the proto."""
+        core, identity = self._core, request.worker
+        grace = convert.seconds(request.deadline) if request.HasField("deadline") else None
+        reason = self._settled(
+            lambda: core.request_stop(identity.execution_id, identity.session_id, request.reason, grace)
+        )
+        phase = pb.Phase.Value(f"PHASE_{core.lifecycle.phase}")
+        return pb.RequestStopResponse(header=self._header(), phase=phase, reason=reason)
+
+    # -- parts
+
+    def _settled(self, event: Any) -> Any:
+        try:
+            return event()
+        finally:
+            self._runtime.settle()
+
+    def _header(self) -> pb.ResponseHeader:
+        core = self._core
+        return pb.ResponseHeader(execution_id=core.identity.id, revision=core.lifecycle.revision)
+
+    def _limits(self) -> pb.Limits:
+        policy = self._core.policy
+        return pb.Limits(
+            max_message_bytes=self._runtime.info.max_message_bytes,
+            max_unacknowledged_batches=policy.max_unacknowledged_batches,
+            max_batch_completions=policy.max_batch_completions,
+            max_training_steps=policy.max_training_steps,
+        )
+
+    def _state(self) -> pb.RunState:
+        state = self._core.statistics()
+        return convert.state_to_message(state, self._core.identity.number, self._checkpoint())
+
+    def _checkpoint(self) -> checkpoint_pb2.Checkpoint | None:
+        save, resumed, newest = self._core.training.last_save, self._core.resumed, self._runtime.newest
+        if save is not None and newest is not None:
+            return convert.checkpoint_to_message(save.path, newest, save.manifest_digest)
+        if save is None and resumed is not None:
+            return checkpoint_pb2.Checkpoint(
+                checkpoint_id=resumed.metadata.checkpoint_id,
+                path=resumed.metadata.checkpoint_path,
+                manifest_digest=resumed.manifest_digest,
+                completed_training_steps=resumed.metadata.completed_training_steps,
+                completed_optimizer_updates=resumed.metadata.completed_optimizer_updates,
+            )
+        return None
+
+
+def _wait(message: Any) -> float:
+    return min(convert.seconds(message), MAX_WAIT_S)
+
+
+def _page(items: Any, size: int, token: str) -> tuple[Any, str]:
+    if token and not token.isdecimal():
+        raise MalformedError(what=f"page token {token!r}")
+    start = int(token or 0)
+    end = start + min(size or _DEFAULT_PAGE, _LARGEST_PAGE)
+    return items[start:end], str(end) if end < len(items) else ""
