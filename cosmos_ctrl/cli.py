@@ -98,9 +98,9 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from cosmos_worker.grpo import launch
+    from cosmos_worker.local import launcher
 
-    return launch.main(options)
+    return launcher.main(options)
 
 
 def _resume_state(options: argparse.Namespace) -> int:

@@ -159,6 +159,17 @@ class WorkersSection(_Section):
     """Completions in one batch."""
 
 
+class LocalSection(_Section):
+    """[local]: what `cosmos-ctrl run` starts on this machine."""
+
+    rollout_workers: _Positive = 2
+    """Rollout worker processes."""
+    crash_at_step: _Count = 0
+    """After so many steps of the first execution, everything but one rollout worker is killed; 0: never."""
+    restarts: _Count = 5
+    """Executions started anew after a failure before giving up."""
+
+
 class Config(_Section):
     """The whole configuration."""
 
@@ -170,6 +181,7 @@ class Config(_Section):
     window: WindowSection = WindowSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
     workers: WorkersSection = WorkersSection()
+    local: LocalSection = LocalSection()
     application: dict[str, Any] = {}
     """Handed to the workers as it is."""
 

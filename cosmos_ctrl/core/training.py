@@ -133,7 +133,12 @@ class Training:
         self._saved_steps = steps
         self._log.add(save)
         self._lifecycle.record(
-            "cut", checkpoint=checkpoint_id, path=save.path, step=steps, window=save.window_completions
+            "cut",
+            checkpoint=checkpoint_id,
+            path=save.path,
+            step=steps,
+            remaining=save.boundary.remaining_completions,
+            window=save.window_completions,
         )
         self._lifecycle.touch()
 

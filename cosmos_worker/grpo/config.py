@@ -21,11 +21,11 @@ class GrpoModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    width: PositiveInt = 96
+    width: PositiveInt = 64
     """Size of a token's hidden vector."""
     heads: PositiveInt = 4
     """Attention heads; must divide `width`."""
-    layers: PositiveInt = 3
+    layers: PositiveInt = 2
     context_tokens: PositiveInt = 256
     """Longest sequence the model reads: begin mark, prompt, separator and completion together."""
 
@@ -47,25 +47,25 @@ class GrpoSettings(BaseModel):
 
     bundled_prompts: PositiveInt = 640
     """Distinct prompts in the bundled file."""
-    steps: PositiveInt = 40
+    steps: PositiveInt = 60
     """Training steps of a whole run."""
-    groups_per_step: PositiveInt = 16
-    n_generation: Annotated[int, Field(ge=2)] = 8
+    groups_per_step: PositiveInt = 64
+    n_generation: Annotated[int, Field(ge=2)] = 16
     """Completions per prompt group; advantages are relative to their mean, so one is not enough."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """Training steps that the sampling weights may be behind."""
 
-    max_new_tokens: PositiveInt = 6
+    max_new_tokens: Annotated[int, Field(ge=2)] = 12
     """Longest completion, its end mark included."""
     temperature: PositiveFloat = 1.0
     """Of sampling; the learner scores under the same temperature."""
 
-    learning_rate: PositiveFloat = 1e-3
-    lr_warmup_steps: Annotated[int, Field(ge=0)] = 2
+    learning_rate: PositiveFloat = 5e-4
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 6
     """Training steps over which the learning rate rises linearly to `learning_rate`."""
     lr_final_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Share of `learning_rate` that is left, after a linear fall, at the last step."""
-    updates_per_step: PositiveInt = 2
+    updates_per_step: PositiveInt = 4
     """Optimizer updates in one training step, each on a random part of its completions."""
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     clip_high: PositiveFloat = 0.28
@@ -74,9 +74,9 @@ class GrpoSettings(BaseModel):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
 
     warm_start_max_steps: Annotated[int, Field(ge=0)] = 1500
-    warm_start_batch: PositiveInt = 128
+    warm_start_batch: PositiveInt = 64
     """Examples of one supervised step, over all ranks."""
-    warm_start_learning_rate: PositiveFloat = 2e-3
+    warm_start_learning_rate: PositiveFloat = 3e-3
     warm_start_target: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4
     """The supervised phase ends once sampled answers are right this often: GRPO needs headroom."""
     warm_start_check_every: PositiveInt = 50
@@ -95,6 +95,11 @@ class GrpoSettings(BaseModel):
     def max_prompt_chars(self) -> int:
         """Longest prompt that fits the context beside its two marks and a whole completion."""
         return self.model.context_tokens - 2 - self.max_new_tokens
+
+    @property
+    def max_answer_chars(self) -> int:
+        """Longest answer that a completion and its end mark have room for."""
+        return self.max_new_tokens - 1
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

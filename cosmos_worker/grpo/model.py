@@ -14,8 +14,8 @@ import math
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from cosmos_worker.grpo.config import GrpoModelConfig
 from cosmos_worker.grpo.vocab import NEVER_SAMPLED, VOCAB_SIZE
@@ -69,9 +69,9 @@ class Block(nn.Module):
         query, key, value = packed.view(rows, tokens, 3, self._heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         if cache is not None:
             key, value = cache.extend(layer, key, value)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(rows, tokens, width))
-        hidden = F.gelu(self.feed_forward_in(self.feed_forward_norm(x)))
+        hidden = functional.gelu(self.feed_forward_in(self.feed_forward_norm(x)))
         return cast(Tensor, x + self.feed_forward_out(hidden))
 
 
@@ -109,7 +109,7 @@ class GrpoModel(nn.Module):
             x = block(x, layer, cache, mask)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        return F.linear(self.final_norm(x), self.embedding.weight)
+        return functional.linear(self.final_norm(x), self.embedding.weight)
 
 
 def policy_log_probs(logits: Tensor, temperature: float) -> Tensor:

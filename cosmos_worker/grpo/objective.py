@@ -52,7 +52,8 @@ def clipped_objective(
 
     `logprobs`, `behaviour_logprobs` and `is_completion` are (B, L); `advantages` is (B,).
     """
-    ratio = (logprobs - behaviour_logprobs).exp()
+    # Far outside the clip the exact ratio no longer matters, but an overflow would.
+    ratio = (logprobs - behaviour_logprobs).clamp(-20.0, 20.0).exp()
     advantage = advantages[:, None]
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     surrogate = torch.minimum(ratio * advantage, bounded * advantage)

@@ -76,7 +76,8 @@ def _read_prompts(model: GrpoModel, tokens: Tensor, padding: Tensor, cache: KeyV
     # A padding column looks at itself: attention over nothing would be NaN.
     looks = (causal & is_token[:, None, :]) | torch.eye(len(columns), dtype=torch.bool, device=tokens.device)
     positions = (columns - padding[:, None]).clamp(min=0)
-    return model(tokens, positions=positions, cache=cache, mask=looks[:, None])[:, -1]
+    logits: Tensor = model(tokens, positions=positions, cache=cache, mask=looks[:, None])
+    return logits[:, -1]
 
 
 def _decode(

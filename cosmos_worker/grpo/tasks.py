@@ -17,13 +17,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-BUNDLED_SOURCE = "reasoning-gym/basic_arithmetic"
+BUNDLED_SOURCE = "reasoning-gym/chain_sum"
 _BUNDLED_SEED = 20_261
 _EXAMPLES_SEED = 7_000_003
+_DRAWS = 40_000
+"""Rows of the generator that are looked at: enough to meet nearly all of its 4,000 distinct prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +59,34 @@ def ensure_bundled_prompts(path: Path, *, prompts: int = 640) -> Path:
     """Write the bundled prompts file to `path` unless something is there already; returns `path`."""
     if path.exists():
         return path
-    examples = _arithmetic(_BUNDLED_SEED)
     rows = [
         {"prompt": prompt, "answer": answer, "source": BUNDLED_SOURCE}
-        for (prompt, answer), _ in zip(examples, range(prompts), strict=False)
+        for prompt, answer in islice(_arithmetic(_BUNDLED_SEED), prompts)
     ]
+    if len(rows) < prompts:
+        raise ValueError(f"there are only {len(rows)} distinct bundled prompts, not {prompts}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False
-    ) as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
         file.flush()
         os.fchmod(file.fileno(), 0o644)
         os.fsync(file.fileno())
-    os.replace(file.name, path)
+    Path(file.name).replace(path)
     return path
 
 
 def bundled_family_examples(exclude: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Endless distinct (prompt, answer) pairs of the bundled tasks' kind, none with a prompt in `exclude`."""
+    """Distinct (prompt, answer) pairs of the bundled tasks' kind, none with a prompt in `exclude`."""
     return (pair for pair in _arithmetic(_EXAMPLES_SEED) if pair[0] not in exclude)
 
 
-def load_prompts(path: Path, *, max_prompt_chars: int | None = None) -> list[Task]:
+def load_prompts(path: Path, *, max_prompt_chars: int | None = None, max_answer_chars: int | None = None) -> list[Task]:
     """Read every task of a prompts file.
 
     Each line is a JSON object with the strings `prompt` and `answer`, optionally `source`; other fields are
     allowed and left alone, blank lines are skipped. A prompt longer than `max_prompt_chars` is refused, not
-    cut: a cut question may have another answer.
+    cut: a cut question may have another answer. So is an answer that the model could never give: longer than
+    `max_answer_chars`, or with a character that is not printable ASCII.
     """
     try:
         text = path.read_bytes().decode("utf-8")
@@ -97,7 +99,7 @@ def load_prompts(path: Path, *, max_prompt_chars: int | None = None) -> list[Tas
         if not line_text.strip():
             continue
         try:
-            prompt, answer, source = _parse(line_text, max_prompt_chars)
+            prompt, answer, source = _parse(line_text, max_prompt_chars, max_answer_chars)
         except ValueError as error:
             raise PromptsFileError(path=path, line=number, reason=str(error)) from error
         digest = hashlib.sha256(json.dumps([prompt, answer]).encode()).hexdigest()[:16]
@@ -109,7 +111,7 @@ def load_prompts(path: Path, *, max_prompt_chars: int | None = None) -> list[Tas
     return tasks
 
 
-def _parse(line: str, max_prompt_chars: int | None) -> tuple[str, str, str]:
+def _parse(line: str, max_prompt_chars: int | None, max_answer_chars: int | None) -> tuple[str, str, str]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -122,6 +124,12 @@ def _parse(line: str, max_prompt_chars: int | None) -> tuple[str, str, str]:
             f"the prompt has {len(prompt)} characters and this model reads at most {max_prompt_chars}; "
             "raise model.context_tokens or shorten it"
         )
+    if max_answer_chars is not None and len(answer) > max_answer_chars:
+        raise ValueError(
+            f"the answer has {len(answer)} characters and a completion at most {max_answer_chars}; raise max_new_tokens"
+        )
+    if unwritable := sorted({character for character in answer if not " " <= character <= "~"}):
+        raise ValueError(f"the answer holds {unwritable}; the model writes printable ASCII only")
     source = row.get("source", "")
     if not isinstance(source, str):
         raise ValueError(f'"source" must be a string, not {type(source).__name__}')
@@ -140,7 +148,7 @@ def _text(row: dict[str, Any], field: str) -> str:
 
 
 def _arithmetic(seed: int) -> Iterator[tuple[str, str]]:
-    """Distinct sums and differences of three numbers from 0 to 10, e.g. `Calculate 5 - 3 + 10.`"""
+    """Distinct sums and differences of three digits and their values, such as `5 - 3 + 9 =` and `11`."""
     try:
         import reasoning_gym
     except ImportError as error:
@@ -149,19 +157,12 @@ def _arithmetic(seed: int) -> Iterator[tuple[str, str]]:
             "`pip install 'cosmos-ctrl[demo]'`, or give a prompts file of your own"
         ) from error
     dataset = reasoning_gym.create_dataset(
-        "basic_arithmetic",
-        seed=seed,
-        size=2**31,
-        min_terms=3,
-        max_terms=3,
-        min_digits=1,
-        max_digits=1,
-        operators=["+", "-"],
-        allow_parentheses=False,
+        "chain_sum", seed=seed, size=_DRAWS, min_terms=3, max_terms=3, min_digits=1, max_digits=1
     )
     seen: set[str] = set()
-    for index in count():
+    for index in range(_DRAWS):
         row = dataset[index]
-        if row["question"] not in seen:
-            seen.add(row["question"])
-            yield row["question"], row["answer"]
+        prompt = f"{row['metadata']['expression']} ="
+        if prompt not in seen:
+            seen.add(prompt)
+            yield prompt, row["answer"]

@@ -95,15 +95,13 @@ def _supervised_update(
         encoded = [(vocab.encode_prompt(prompt), vocab.encode_answer(answer)) for prompt, answer in pairs]
         batch = collate(encoded, parameters[0].device)
         tokens = float(batch.is_completion.sum())
-        (-completion_log_probs(model, batch, 1.0).sum()).backward()
+        torch.autograd.backward(-completion_log_probs(model, batch, 1.0).sum())
     reduce_gradients(parameters, [tokens], world_size)
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     optimizer.step()
 
 
-def _accuracy(
-    model: GrpoModel, pairs: Sequence[Pair], settings: GrpoSettings, rank: int, world_size: int
-) -> float:
+def _accuracy(model: GrpoModel, pairs: Sequence[Pair], settings: GrpoSettings, rank: int, world_size: int) -> float:
     mine = pairs[rank::world_size]
     generator = torch.Generator(model.embedding.weight.device).manual_seed(settings.seed + rank)
     sampled = generate(

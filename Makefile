@@ -1,0 +1,63 @@
+# One command each for people and CI: run, demo, test, lint, generate, bench.
+#
+#   TORCH_INDEX=URL   take torch from that package index (PyTorch's CPU wheels, say) instead of pip's default one
+#   PYTHON=python3.12 create the environment with that interpreter (3.10 or newer)
+
+PYTHON ?= python3
+VENV ?= .venv
+STUBS_VENV ?= .venv-stubs
+TORCH_INDEX ?=
+ARGS ?=
+
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: run demo test lint typecheck generate bench clean
+
+run: $(VENV)/.run
+	$(VENV)/bin/cosmos-ctrl run $(ARGS)
+
+demo: $(VENV)/.run-light
+	$(VENV)/bin/cosmos-ctrl demo
+
+test: $(VENV)/.test $(STUBS_VENV)/.ready lint typecheck
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/buf lint
+	$(VENV)/bin/lint-imports
+
+typecheck: $(VENV)/.test
+	$(VENV)/bin/mypy
+
+generate: $(STUBS_VENV)/.ready
+	$(STUBS_VENV)/bin/python tools/generate.py .
+
+clean:
+	rm -rf $(VENV) $(STUBS_VENV)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The core, the service and the demo: no torch.
+$(VENV)/.run-light: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(VENV)/bin/python $(PIP_INSTALL) -e .
+	touch $@
+
+# torch first and alone, so that its index serves nothing else.
+$(VENV)/.run: $(VENV)/.run-light
+	@echo "installing PyTorch and the demo's libraries (about 1.2 GB with CPU wheels), once"
+	$(VENV)/bin/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(VENV)/bin/python $(PIP_INSTALL) -e '.[worker,demo]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(VENV)/bin/python $(PIP_INSTALL) -e '.[worker,demo,dev]'
+	touch $@
+
+# The lower end of the declared protobuf and grpcio range, which is also what generates the stubs: they load on everything newer.
+$(STUBS_VENV)/.ready: tools/stubs-requirements.txt
+	$(PYTHON) -m venv $(STUBS_VENV)
+	$(STUBS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tools/stubs-requirements.txt
+	touch $@

@@ -1,0 +1,238 @@
+"""What a worker has to say, and how it becomes one batch of packed rows.
+
+* An item is a value: made once by the caller's thread, never changed, sized before it is queued.
+* A batch keeps the order in which items were said across kinds: rollouts, completions, weights, end. An item of an earlier
+  kind than one already in the batch begins the next batch, because the controller applies a batch kind by kind.
+* Rows that share outcome, reason, codec and kind of payload share a block. Completions of one lease that were reported one
+  by one share a row as long as they do not overlap; two claims about one completion stay two rows, and the controller
+  refuses the second by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from cosmos_ctrl.v1 import reports_pb2 as pb
+
+WORD_BITS = 64
+_WORD = (1 << WORD_BITS) - 1
+
+PayloadKind = Literal["none", "inline", "handle"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutItem:
+    """What became of some completions of one lease."""
+
+    outcome: pb.Outcome.ValueType
+    group: int
+    lease: int
+    mask: int
+    """Bit i is completion i; of any width, never zero."""
+    reason: str = ""
+    lowest_version: int = 0
+    highest_version: int = 0
+    rewards: tuple[float, ...] = ()
+    """COMPLETED: one per set bit, low bit first."""
+    payload_kind: PayloadKind = "none"
+    codec: str = ""
+    payloads: tuple[bytes | str, ...] = ()
+    """Bytes if inline, text if handles: one per set bit, or none at all."""
+
+    @property
+    def completions(self) -> int:
+        """How many it is about."""
+        return self.mask.bit_count()
+
+    @property
+    def size_bytes(self) -> int:
+        """At least what it adds to a message."""
+        fixed = 96 + len(self.reason.encode()) + len(self.codec) + 24 * self.completions
+        return fixed + sum(
+            len(payload) if isinstance(payload, bytes) else len(payload.encode()) for payload in self.payloads
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionItem:
+    """A TRAIN command is complete on this rank."""
+
+    report: pb.CompletionReport
+
+    completions = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """What it adds to a message."""
+        return self.report.ByteSize() + 16
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsItem:
+    """New weights exist."""
+
+    version: int
+    handle: str
+
+    completions = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """What it adds to a message."""
+        return 32 + len(self.handle.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class MetricItem:
+    """A number for operators."""
+
+    name: str
+    value: float
+
+    completions = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """What it adds to a message."""
+        return 32 + len(self.name.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class EndItem:
+    """This worker has ended; nothing follows."""
+
+    reason: str
+
+    completions = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """What it adds to a message."""
+        return 32 + len(self.reason.encode())
+
+
+Item: TypeAlias = RolloutItem | CompletionItem | WeightsItem | MetricItem | EndItem
+
+_ORDER: dict[type[Item], int] = {RolloutItem: 0, CompletionItem: 1, WeightsItem: 2, EndItem: 3}
+
+
+def kind_order(item: Item) -> int | None:
+    """Place of the item's kind in a batch; None: it fits anywhere."""
+    return _ORDER.get(type(item))
+
+
+def form_batch(number: int, items: Iterable[Item]) -> pb.ReportBatch:
+    """The batch of these items, which are in an order that one batch keeps."""
+    batch = pb.ReportBatch(number=number)
+    blocks: dict[tuple[object, ...], _Block] = {}
+    for item in items:
+        if isinstance(item, RolloutItem):
+            key = (item.outcome, item.reason, item.codec, item.payload_kind)
+            block = blocks.get(key)
+            if block is None:
+                block = blocks[key] = _Block(item)
+            block.add(item)
+        elif isinstance(item, CompletionItem):
+            batch.completions.append(item.report)
+        elif isinstance(item, WeightsItem):
+            batch.weights.add(version=item.version, handle=item.handle)
+        elif isinstance(item, MetricItem):
+            batch.metrics.add(name=item.name, value=item.value)
+        else:
+            batch.end.reason = item.reason
+            batch.end.SetInParent()
+    for block in blocks.values():
+        block.write(batch.rollouts.add())
+    return batch
+
+
+class _Row:
+    __slots__ = ("entries", "group", "highest", "lease", "lowest", "mask", "word")
+
+    def __init__(self, group: int, lease: int, word: int, lowest: int, highest: int) -> None:
+        self.group = group
+        self.lease = lease
+        self.word = word
+        self.mask = 0
+        self.lowest = lowest
+        self.highest = highest
+        self.entries: list[tuple[int, float, bytes | str | None]] = []
+        """(bit, reward, payload), ordered only when written."""
+
+
+class _Block:
+    """Rows that share a RolloutRows message."""
+
+    def __init__(self, first: RolloutItem) -> None:
+        self._first = first
+        self._rows: list[_Row] = []
+        self._latest: dict[tuple[int, int, int], _Row] = {}
+
+    def add(self, item: RolloutItem) -> None:
+        taken = 0
+        for word, mask in words_of(item.mask):
+            key = (item.group, item.lease, word)
+            row = self._latest.get(key)
+            if row is None or row.mask & mask:
+                row = self._latest[key] = _Row(item.group, item.lease, word, item.lowest_version, item.highest_version)
+                self._rows.append(row)
+            row.mask |= mask
+            row.lowest = min(row.lowest, item.lowest_version)
+            row.highest = max(row.highest, item.highest_version)
+            if item.rewards:
+                for bit in bits_of(mask):
+                    payload = item.payloads[taken] if item.payloads else None
+                    row.entries.append((bit, item.rewards[taken], payload))
+                    taken += 1
+
+    def write(self, rows: pb.RolloutRows) -> None:
+        first = self._first
+        rows.outcome = first.outcome
+        rows.reason = first.reason
+        rows.payload_codec = first.codec
+        rows.groups.extend(row.group for row in self._rows)
+        rows.leases.extend(row.lease for row in self._rows)
+        rows.masks.extend(row.mask for row in self._rows)
+        if any(row.word for row in self._rows):
+            rows.words.extend(row.word for row in self._rows)
+        if first.outcome != pb.OUTCOME_COMPLETED:
+            return
+        rows.lowest_versions.extend(row.lowest for row in self._rows)
+        rows.highest_versions.extend(row.highest for row in self._rows)
+        for row in self._rows:
+            row.entries.sort(key=_bit)
+            rows.rewards.extend(reward for _, reward, _ in row.entries)
+            for _, _, payload in row.entries:
+                if isinstance(payload, bytes):
+                    rows.payloads.append(payload)
+                elif payload is not None:
+                    rows.handles.append(payload)
+
+
+def _bit(entry: tuple[int, float, bytes | str | None]) -> int:
+    return entry[0]
+
+
+def bits_of(mask: int) -> Iterator[int]:
+    """Set bits, low first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def words_of(mask: int) -> Iterator[tuple[int, int]]:
+    """(word index, 64-bit mask) of a mask of any width, words without bits left out."""
+    word = 0
+    while mask:
+        if low := mask & _WORD:
+            yield word, low
+        mask >>= WORD_BITS
+        word += 1
+
+
+def mask_of_words(masks: Sequence[int]) -> int:
+    """One mask of any width from consecutive 64-bit words."""
+    return sum(mask << WORD_BITS * word for word, mask in enumerate(masks))

@@ -1,0 +1,61 @@
+"""``cosmos-worker``: the reference application's processes. Exit code 10: the execution is over for this process, for good."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cosmos_ctrl.config import ConfigurationError, load_config
+from cosmos_ctrl.core.errors import ControlError
+from cosmos_worker.errors import exit_code_for
+from cosmos_worker.grpo.config import GrpoSettings
+
+#: The configuration, or an argument, was refused; as with ``cosmos-ctrl``.
+_EXIT_CONFIGURATION = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="cosmos-worker",
+        description="Workers of the bundled application. Address and execution ID come from COSMOS_CTRL_ADDRESS and "
+        "COSMOS_CTRL_EXECUTION_ID, a trainer's rank from torchrun.",
+    )
+    roles = parser.add_subparsers(dest="role", required=True)
+    for role, text in (("trainer", "one trainer rank"), ("rollout", "one rollout worker")):
+        command = roles.add_parser(role, help=text)
+        command.add_argument("--config", type=Path, help="the run's TOML file; [application] is read")
+        command.add_argument("--in-flight", type=int, default=8, help="rollout: groups generated in one batch")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = load_config(options.config, environment=os.environ)
+        settings = GrpoSettings.from_dict(config.application)
+    except (ConfigurationError, ValueError) as error:
+        print(f"cosmos-worker: {error}", file=sys.stderr)
+        return _EXIT_CONFIGURATION
+    if options.role == "trainer":
+        from cosmos_worker.grpo.train import train
+
+        return _run(lambda: print(train(settings, Path(config.sampling.prompts))))
+    from cosmos_worker.grpo.rollout import roll_out
+
+    return _run(lambda: asyncio.run(roll_out(settings, in_flight=options.in_flight)))
+
+
+def _run(work: Callable[[], None]) -> int:
+    try:
+        work()
+    except (ControlError, TimeoutError) as error:
+        print(f"cosmos-worker: {error}", file=sys.stderr)
+        return exit_code_for(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""``cosmos-ctrl run``: executions of one run, one after the other, until it ends.
+
+* An execution that fails, or whose controller dies, is followed by another; a rollout worker that dies is replaced.
+* The planned crash kills everything but one rollout worker; that one goes on, and meets the next execution's fence.
+* The first interrupt ends the run well, the second at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from cosmos_ctrl.config import Config, ConfigurationError, load_config
+from cosmos_ctrl.core.errors import EXIT_STALE
+from cosmos_ctrl.exits import ExitCode
+from cosmos_worker.grpo.config import GrpoSettings
+from cosmos_worker.grpo.tasks import ensure_bundled_prompts, load_prompts
+from cosmos_worker.local import processes
+from cosmos_worker.local.execution import Execution, Launch, LaunchError, free_port, start_execution
+from cosmos_worker.local.processes import Child
+from cosmos_worker.local.summary import write_report
+from cosmos_worker.local.view import View, make_view
+
+BUNDLED_CONFIG = Path(__file__).with_name("run.toml")
+
+_LOOK_S = 0.2
+_TRAINERS_GONE_S = 60.0
+"""How long the controller may take to notice that its trainers are gone."""
+_FINISH_S = 60.0
+"""How long workers may take to end after the controller did."""
+
+#: Starting again would end the same way.
+_HOPELESS = (
+    ExitCode.CONFIGURATION,
+    ExitCode.RESUME_MISMATCH,
+    ExitCode.CANNOT_RESUME,
+    ExitCode.SUPERSEDED,
+    ExitCode.DAMAGE_FOUND,
+)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run everything; returns the exit code."""
+    launch = _prepare(options)
+    view = make_view()
+    try:
+        code = Launcher(launch, view).run()
+    except LaunchError as error:
+        view.event(f"cosmos-ctrl: {error}")
+        code = ExitCode.FAILED
+    finally:
+        view.close()
+    if code == ExitCode.ENDED:
+        write_report(launch.run)
+    return code
+
+
+class Launcher:
+    """Starts executions until the run has ended."""
+
+    def __init__(self, launch: Launch, view: View) -> None:
+        self._launch, self._view = launch, view
+        self._interrupts = 0
+        self._wake = threading.Event()
+        self._survivor: Child | None = None
+        self._crashed = False
+
+    def run(self) -> int:
+        """All executions, one after the other."""
+        previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for attempt in range(self._launch.config.local.restarts + 1):
+                code = self._run_one(attempt)
+                if code is not None:
+                    return code
+            self._view.event(f"cosmos-ctrl: gave up after {self._launch.config.local.restarts} restarts")
+            return ExitCode.FAILED
+        finally:
+            if self._survivor is not None:
+                processes.kill([self._survivor])
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _run_one(self, attempt: int) -> int | None:
+        """One execution; None when another one should follow."""
+        execution = start_execution(self._launch, attempt)
+        origin = f"resumed from {execution.resumed_from}" if execution.resumed_from else "fresh"
+        self._view.event(
+            f"execution {execution.number} ({execution.id}): {origin}; controller {execution.controller.pid}"
+        )
+        try:
+            if execution.phase == "ENDED":
+                processes.wait([execution.controller], timeout_s=_FINISH_S)
+                self._view.event("nothing to do: the run is finished. Use --fresh for a new one.")
+                return execution.controller.exit_code
+            execution.start_workers(0 if self._crashed else self._crash_step(execution))
+            return self._watch(execution)
+        finally:
+            execution.close()
+            processes.kill(child for child in execution.children if child is not self._survivor)
+
+    def _crash_step(self, execution: Execution) -> int:
+        return self._launch.config.local.crash_at_step if execution.number == 1 else 0
+
+    def _watch(self, execution: Execution) -> int | None:
+        signalled = 0
+        trainers_gone: float | None = None
+        while execution.controller.exit_code is None:
+            if execution.crash_due.is_set() and not self._crashed:
+                self._crash(execution)
+                return None
+            if self._interrupts > signalled:
+                signalled = self._interrupts
+                self._view.event("ending: finishing issued updates and saving; again to end at once")
+                execution.controller.process.terminate()
+            self._replace_rollouts(execution)
+            trainers_gone = self._check_trainers(execution, trainers_gone)
+            self._look_at_survivor()
+            state = execution.watch.state if execution.watch is not None else None
+            self._view.show(state, execution.workers(), self._names(execution))
+            self._wake.wait(_LOOK_S)
+        return self._after(execution)
+
+    def _after(self, execution: Execution) -> int | None:
+        code = execution.controller.exit_code
+        if code == ExitCode.ENDED:
+            processes.wait(execution.children, timeout_s=_FINISH_S)
+            state = execution.watch.state if execution.watch is not None else None
+            self._view.show(state, [], self._names(execution))
+            self._look_at_survivor()
+            return code
+        cause = "was killed" if code is not None and code < 0 else f"ended with code {code}"
+        log = self._launch.log(0, f"controller-{execution.number}")
+        self._view.event(f"execution {execution.number} is over: its controller {cause}")
+        if code in _HOPELESS or self._interrupts > 1:
+            self._view.event(processes.tail(log))
+            return code
+        return None
+
+    def _crash(self, execution: Execution) -> None:
+        self._crashed = True
+        self._survivor = execution.rollouts[0]
+        victims = [child for child in execution.children if child is not self._survivor]
+        processes.kill(victims)
+        self._view.event(
+            f"SIGKILL in the middle of a step: controller, trainers and {len(victims) - 2} rollout worker; "
+            f"rollout worker {self._survivor.pid} survives"
+        )
+
+    def _look_at_survivor(self) -> None:
+        if self._survivor is None or self._survivor.exit_code is None:
+            return
+        how = "it was refused as stale" if self._survivor.exit_code == EXIT_STALE else "unexpected"
+        self._view.event(f"the surviving rollout worker ended with code {self._survivor.exit_code}: {how}")
+        self._survivor = None
+
+    def _replace_rollouts(self, execution: Execution) -> None:
+        for replica, child in enumerate(execution.rollouts):
+            if child.exit_code not in (None, 0):
+                execution.rollouts[replica] = execution.start_rollout(replica)
+                self._view.event(
+                    f"rollout worker {child.pid} ended with code {child.exit_code}; "
+                    f"{execution.rollouts[replica].pid} takes its place"
+                )
+
+    def _check_trainers(self, execution: Execution, gone_since: float | None) -> float | None:
+        trainers = execution.trainers
+        if trainers is None or trainers.exit_code in (None, 0):
+            return None
+        if gone_since is None:
+            self._view.event(f"the trainers ended with code {trainers.exit_code}; waiting for the controller to notice")
+            return time.monotonic()
+        if time.monotonic() - gone_since > _TRAINERS_GONE_S:
+            self._view.event("the controller did not notice in time; killing it")
+            processes.kill([execution.controller])
+        return gone_since
+
+    def _names(self, execution: Execution) -> list[tuple[str, int]]:
+        return [(child.name, child.pid) for child in execution.children if child.exit_code is None]
+
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        self._interrupts += 1
+        self._wake.set()
+
+
+def _prepare(options: argparse.Namespace) -> Launch:
+    path: Path = options.config or BUNDLED_CONFIG
+    overrides = {"local": {"crash_at_step": 0}} if options.no_crash else {}
+    config = load_config(path, environment=os.environ, overrides=overrides)
+    run = config.directory
+    if options.fresh and run.exists():
+        shutil.rmtree(run)
+    run.mkdir(parents=True, exist_ok=True)
+    settings = _settings(config, path)
+    prompts = options.prompts or (Path(config.sampling.prompts) if config.sampling.prompts else None)
+    if prompts is None:
+        prompts = ensure_bundled_prompts(run / "prompts.jsonl", prompts=settings.bundled_prompts)
+    try:
+        load_prompts(prompts, max_prompt_chars=settings.max_prompt_chars, max_answer_chars=settings.max_answer_chars)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(str(prompts), [str(error)]) from error
+    port = config.server.port or free_port()
+    environment = {
+        "COSMOS_CTRL__SAMPLING__PROMPTS": str(prompts.resolve()),
+        "COSMOS_CTRL__SERVER__PORT": str(port),
+        "GRPC_VERBOSITY": "ERROR",
+    }
+    return Launch(config, path.resolve(), run, port, environment)
+
+
+def _settings(config: Config, path: Path) -> GrpoSettings:
+    try:
+        settings = GrpoSettings.from_dict(config.application)
+    except ValueError as error:
+        raise ConfigurationError(str(path), [f"application: {error}"]) from error
+    if "policy" not in config.train.trainers:
+        raise ConfigurationError(str(path), ["train.trainers: the bundled application trains a group named policy"])
+    return settings

@@ -1,0 +1,139 @@
+"""What a trainer resumes from, as values; and the metadata as it travels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from cosmos_ctrl.core.resume import ControllerResumeMetadata, SamplingOwner
+from cosmos_ctrl.core.state import EncodedState
+from cosmos_ctrl.v1 import checkpoint_pb2
+from cosmos_ctrl.v1 import controller_service_pb2 as pb
+from cosmos_worker.errors import ProtocolError
+
+_OWNERS: dict[SamplingOwner, checkpoint_pb2.SamplingOwner.ValueType] = {
+    "sampler": checkpoint_pb2.SAMPLING_OWNER_SAMPLER,
+    "batch_sampler": checkpoint_pb2.SAMPLING_OWNER_BATCH_SAMPLER,
+}
+_OWNERS_BACK = {number: name for name, number in _OWNERS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedCheckpoint:
+    """The checkpoint that this execution resumes from."""
+
+    path: Path
+    """Its directory, on this machine."""
+    metadata: ControllerResumeMetadata
+    manifest_digest: str
+    """``algorithm:hex``; empty when the application owns its checkpoints."""
+    application_note: Any
+    """The application's own JSON, decoded, as saved with the checkpoint; None if none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What this execution starts from. The same on every rank."""
+
+    checkpoint: ResumedCheckpoint | None
+    """None: the run is fresh."""
+    run: str
+    """Name of the run."""
+    run_directory: Path
+    """Where the run lies, on this machine."""
+    execution_number: int
+    """From 1; 0 with a legacy controller."""
+    execution_id: str
+    """Empty with a legacy controller."""
+    max_training_steps: int | None
+    """Hard limit, replayed steps included; None: no limit."""
+    repeat_bound_completions: int
+    """At most so many completions are trained that the restored model has been trained on before."""
+
+
+def resume_from(response: pb.GetResumeStateResponse, run_directory: str) -> Resume:
+    """The controller's answer as a value.
+
+    Args:
+        response: from GetResumeState.
+        run_directory: where this machine has the run; empty: where the controller has it.
+
+    Raises:
+        ProtocolError: the answer cannot mean anything.
+    """
+    directory = Path(run_directory or path_of_uri(response.run_uri))
+    checkpoint = None
+    if response.HasField("metadata"):
+        metadata = metadata_of(response.metadata)
+        checkpoint = ResumedCheckpoint(
+            path=directory / metadata.checkpoint_path,
+            metadata=metadata,
+            manifest_digest=response.manifest_digest,
+            application_note=json.loads(response.application_note) if response.application_note else None,
+        )
+    limits = response.limits
+    return Resume(
+        checkpoint=checkpoint,
+        run=response.run,
+        run_directory=directory,
+        execution_number=response.execution_number,
+        execution_id=response.header.execution_id,
+        max_training_steps=limits.max_training_steps if limits.HasField("max_training_steps") else None,
+        repeat_bound_completions=response.repeat_bound_completions,
+    )
+
+
+def path_of_uri(uri: str) -> str:
+    """The local path that a run's URI names.
+
+    Raises:
+        ProtocolError: it is no local path; say where the run is mounted with COSMOS_CTRL_RUN_DIR.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        return unquote(parts.path)
+    if "://" in uri:
+        raise ProtocolError(
+            f"the run lies at {uri}, which is no directory here; set COSMOS_CTRL_RUN_DIR to where it is mounted"
+        )
+    return uri
+
+
+def metadata_of(message: checkpoint_pb2.ResumeMetadata) -> ControllerResumeMetadata:
+    """The message as a checked value.
+
+    Raises:
+        ProtocolError: a field cannot be.
+    """
+    try:
+        return ControllerResumeMetadata(
+            schema_version=message.schema_version,
+            checkpoint_path=message.checkpoint_path,
+            checkpoint_id=message.checkpoint_id,
+            completed_training_steps=message.completed_training_steps,
+            completed_optimizer_updates=message.completed_optimizer_updates,
+            remaining_completions=message.remaining_completions,
+            epoch=message.epoch,
+            sampling_owner=_OWNERS_BACK[message.sampling_owner],
+            sampler_state=EncodedState(message.sampler_state.data, message.sampler_state.codec),
+        )
+    except (KeyError, ValueError) as error:
+        raise ProtocolError(f"the controller's resume metadata is not valid: {error}") from error
+
+
+def message_of(metadata: ControllerResumeMetadata) -> checkpoint_pb2.ResumeMetadata:
+    """The value as it travels."""
+    return checkpoint_pb2.ResumeMetadata(
+        schema_version=metadata.schema_version,
+        checkpoint_path=metadata.checkpoint_path,
+        checkpoint_id=metadata.checkpoint_id,
+        completed_training_steps=metadata.completed_training_steps,
+        completed_optimizer_updates=metadata.completed_optimizer_updates,
+        remaining_completions=metadata.remaining_completions,
+        epoch=metadata.epoch,
+        sampling_owner=_OWNERS[metadata.sampling_owner],
+        sampler_state=checkpoint_pb2.SamplerState(data=metadata.encoded_state.data, codec=metadata.encoded_state.codec),
+    )

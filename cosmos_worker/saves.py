@@ -1,0 +1,169 @@
+"""One rank's part of a checkpoint, from SAVE to its receipts.
+
+* Exactly the declared artifacts are written, each once, into this rank's own folder of the command's fresh directory.
+* Receipts are sent when every file and every directory name is durable, and not before; they list the rank's whole set.
+* Whatever goes wrong before that abandons the save at the controller, and comes to the user as it was: nothing is published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from cosmos_ctrl.v1 import checkpoint_pb2
+from cosmos_ctrl.v1 import controller_service_pb2 as pb
+from cosmos_worker.commands import SaveWork
+from cosmos_worker.errors import UsageError
+from cosmos_worker.shards import HashingFile, SystemCalls, make_directories, sync_directories
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_log = logging.getLogger(__name__)
+
+#: Largest application note, in bytes of JSON.
+MAX_NOTE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlace:
+    """Where this rank saves, and who it is."""
+
+    run_directory: Path
+    prefix: str
+    """Folder of this rank, with its slash."""
+    names: tuple[str, ...]
+    """Declared artifacts, without the prefix."""
+    rank: int
+    execution_id: str
+    leader: bool
+
+
+Report = Callable[[pb.ReportShardsRequest], pb.ReportShardsResponse]
+"""Sends an outcome (the request without its identity) until it is answered."""
+
+
+class Save:
+    """See the module. Made by `Trainer.save`; use it with ``with``."""
+
+    def __init__(
+        self, command: SaveWork, place: SavePlace, report: Report, *, calls: SystemCalls | None = None
+    ) -> None:
+        self.command = command
+        self.directory = place.run_directory / command.path
+        """The checkpoint's directory, on this machine."""
+        self.rank_directory = self.directory / place.prefix
+        """This rank's own folder in it."""
+        self.state = ""
+        """After a clean exit: PENDING, PUBLISHING, COMMITTED or ABANDONED."""
+        self.manifest_digest = ""
+        """After a clean exit that committed: ``algorithm:hex``."""
+        self._place = place
+        self._report = report
+        self._calls = calls or SystemCalls()
+        self._files: dict[str, HashingFile] = {}
+        self._note = ""
+        self._open = False
+
+    def open(self, name: str) -> HashingFile:
+        """A new file for the declared artifact `name`; it is closed, at the latest, when the save ends.
+
+        Raises:
+            UsageError: it was not declared, or was opened before.
+            OSError: as the system said it.
+        """
+        if not self._open:
+            raise UsageError("files are opened inside the save's with statement")
+        if name not in self._place.names:
+            raise UsageError(f"artifact {name!r} was not declared; declared are {', '.join(self._place.names)}")
+        if name in self._files:
+            raise UsageError(f"artifact {name!r} was opened before in this save")
+        path = self.rank_directory / name
+        make_directories(path.parent, top=self._place.run_directory)
+        file = self._files[name] = HashingFile(path, calls=self._calls)
+        return file
+
+    def note(self, value: dict[str, Any]) -> None:
+        """Keep `value`, a JSON object of the application's own, with the checkpoint. Ignored on all ranks but the leader.
+
+        Raises:
+            UsageError: it is no object, or larger than 64 KiB.
+        """
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        if not isinstance(value, dict):
+            raise UsageError(f"an application note is a JSON object, not a {type(value).__name__}")
+        if len(text.encode()) > MAX_NOTE_BYTES:
+            raise UsageError(f"an application note has at most {MAX_NOTE_BYTES} bytes, not {len(text.encode())}")
+        self._note = text if self._place.leader else ""
+
+    def __enter__(self) -> Self:
+        self._open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open = False
+        if error is not None:
+            self._abandon(error)
+            return
+        try:
+            receipts = self._make_durable()
+        except BaseException as failure:
+            self._abandon(failure)
+            raise
+        request = pb.ReportShardsRequest(
+            command=self.command.number,
+            receipts=pb.ShardReceipts(receipts=receipts, application_note=self._note),
+        )
+        response = self._report(request)
+        self.state = pb.SaveState.Name(response.state).removeprefix("SAVE_STATE_")
+        self.manifest_digest = response.manifest_digest
+        if response.state == pb.SAVE_STATE_ABANDONED:
+            _log.warning("checkpoint %s was abandoned by another rank", self.command.checkpoint_id)
+
+    def _make_durable(self) -> list[checkpoint_pb2.ShardReceipt]:
+        missing = [name for name in self._place.names if name not in self._files]
+        if missing:
+            raise UsageError(f"declared artifacts were not saved: {', '.join(missing)}")
+        receipts = []
+        for name, file in self._files.items():
+            file.close()
+            if not file.result.size_bytes:
+                raise UsageError(f"artifact {name!r} is empty; a checkpoint has no empty artifacts")
+            receipts.append(
+                checkpoint_pb2.ShardReceipt(
+                    name=self._place.prefix + name,
+                    size_bytes=file.result.size_bytes,
+                    digest=file.result.digest,
+                    completed_training_steps=self.command.step,
+                    completed_optimizer_updates=self.command.updates,
+                    rank=self._place.rank,
+                    execution_number=self.command.execution_number,
+                    execution_id=self._place.execution_id,
+                    checkpoint_id=self.command.checkpoint_id,
+                )
+            )
+        sync_directories(
+            {file.path.parent for file in self._files.values()},
+            top=self._place.run_directory,
+            fsync=self._calls.fsync,
+        )
+        return receipts
+
+    def _abandon(self, error: BaseException) -> None:
+        for file in self._files.values():
+            file.abandon()
+        self.state = "ABANDONED"
+        request = pb.ReportShardsRequest(
+            command=self.command.number, abandoned=pb.SaveAbandoned(reason=f"{type(error).__name__}: {error}"[:1000])
+        )
+        # What the user's code met is the news; that the controller could not be told is not.
+        with contextlib.suppress(Exception):
+            self._report(request)

@@ -1,0 +1,149 @@
+"""Digests: one text form, the descriptor that is read afterwards, parallel verification."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cosmos_ctrl.checkpoints import digests
+from cosmos_ctrl.checkpoints.artifacts import open_artifact
+from cosmos_ctrl.checkpoints.digests import (
+    Verification,
+    digest_bytes,
+    hash_file,
+    new_hasher,
+    parse_digest,
+    verify_descriptor,
+    verify_many,
+)
+from cosmos_ctrl.core.errors import ArtifactMissingError, CheckpointDamagedError, StorageUnavailableError
+
+
+@given(st.lists(st.binary(max_size=100)))
+def test_hashing_in_parts_is_hashing_the_whole(parts: list[bytes]) -> None:
+    hasher = new_hasher()
+    for part in parts:
+        hasher.update(memoryview(part))
+    whole = b"".join(parts)
+    assert hasher.digest() == digest_bytes(whole) == "sha256:" + hashlib.sha256(whole).hexdigest()
+    assert hasher.size_bytes == len(whole)
+    assert parse_digest(hasher.digest()) == ("sha256", hashlib.sha256(whole).hexdigest())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "sha256",
+        "sha256:",
+        "sha256:" + "g" * 64,
+        "sha256:" + "a" * 63,
+        "sha256:" + "A" * 64,
+        "md5:" + "a" * 32,
+        "a" * 64,
+        "sha256:" + "a" * 64 + "\n",
+    ],
+)
+def test_what_is_no_digest_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="digest"):
+        parse_digest(text)
+
+
+def test_blake3_is_optional() -> None:
+    with pytest.raises(ValueError, match="not known"):
+        new_hasher("crc32")
+    if importlib.util.find_spec("blake3") is None:
+        with pytest.raises(ModuleNotFoundError, match="pip install blake3"):
+            new_hasher("blake3")
+    else:
+        assert digest_bytes(b"", "blake3").startswith("blake3:af1349b9f5f9a1a6")
+
+
+def test_the_descriptors_position_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "BLOCK_BYTES", 7)
+    data = bytes(range(256))
+    (tmp_path / "a").write_bytes(data)
+    with (tmp_path / "a").open("rb", buffering=0) as file:
+        file.seek(100)
+        verify_descriptor(file.fileno(), 256, digest_bytes(data), path="c", artifact="a")
+        assert hash_file(file.fileno()) == (digest_bytes(data), 256)
+        assert file.tell() == 100
+    assert hash_file(tmp_path / "a") == (digest_bytes(data), 256)
+
+
+def test_kind_size_and_content_are_told_apart_and_unreadable_is_neither(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    with (tmp_path / "a").open("rb") as file:
+        for size, digest, what in ((4, digest_bytes(b"abc"), "size in bytes"), (3, digest_bytes(b"abd"), "digest")):
+            with pytest.raises(CheckpointDamagedError) as caught:
+                verify_descriptor(file.fileno(), size, digest, path="c", artifact="a")
+            assert caught.value.what == what
+    reader, writer = os.pipe()
+    with pytest.raises(CheckpointDamagedError, match="kind"):
+        verify_descriptor(reader, 3, digest_bytes(b"abc"), path="c", artifact="a")
+    os.close(reader)
+    os.close(writer)
+    only_writable = os.open(tmp_path / "a", os.O_WRONLY)
+    with pytest.raises(StorageUnavailableError):
+        verify_descriptor(only_writable, 3, digest_bytes(b"abc"), path="c", artifact="a")
+    os.close(only_writable)
+
+
+def test_many_are_verified_at_once_and_nothing_stays_open(tmp_path: Path) -> None:
+    names = [f"d/{number}" for number in range(40)]
+    (tmp_path / "d").mkdir()
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+    threads = set()
+
+    def opened(name: str) -> int:
+        threads.add(threading.current_thread().name)
+        return open_artifact(tmp_path, name)
+
+    checks = [Verification(name, len(name), digest_bytes(name.encode()), partial(opened, name)) for name in names]
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    verify_many(checks, path="c", threads=4)
+    assert all(name.startswith("verify") for name in threads)
+    (tmp_path / "d/17").write_bytes(b"d/71")
+    with pytest.raises(CheckpointDamagedError) as caught:
+        verify_many(checks, path="c", threads=4)
+    assert caught.value.artifact == "d/17"
+    (tmp_path / "d/17").unlink()
+    for count in (1, 4):
+        with pytest.raises(ArtifactMissingError):
+            verify_many(checks, path="c", threads=count)
+    verify_many([], path="c")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("kind", ["link", "linked directory", "fifo", "missing"])
+def test_an_artifact_is_opened_without_following_links(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/x").write_bytes(b"secret")
+    directory = tmp_path / "c"
+    (directory / "sub").mkdir(parents=True)
+    name, error = "sub/x", CheckpointDamagedError
+    if kind == "link":
+        (directory / name).symlink_to(tmp_path / "outside/x")
+    elif kind == "linked directory":
+        (directory / "sub").rmdir()
+        (directory / "sub").symlink_to(tmp_path / "outside")
+    elif kind == "fifo":
+        os.mkfifo(directory / name)
+        with pytest.raises(CheckpointDamagedError, match="kind"):
+            verify_many(
+                [Verification(name, 6, digest_bytes(b"secret"), partial(open_artifact, directory, name))], path="c"
+            )
+        return
+    else:
+        error = ArtifactMissingError
+    with pytest.raises(error):
+        open_artifact(directory, name)
