@@ -67,8 +67,9 @@ class Application:
     """The prompt of an index."""
     budget_completions: int
     """Completions that a fresh run issues in all."""
-    adapter: ControllerResumeAdapter | None = None
-    """None: checkpoints of the run's directory, restored with ``load_state_dict``."""
+    adapter: ControllerResumeAdapter | None
+    """How it resumes; `ManifestAdapter` for checkpoints that are committed by a manifest. None: a legacy controller, which
+    has no execution ID and no fence, claims nothing and publishes nothing."""
     compatibility: Mapping[str, Any] = field(default_factory=dict)
     """What a resumed run must share with the one that saved: plain JSON values."""
 
@@ -97,17 +98,23 @@ def prompts_application(config: Config) -> Application:
         raise ValueError("[sampling] needs one of epochs and completions")
     dataset = read_prompts(Path(section.prompts))
     prompts, n_generation = dataset.prompts, config.rollout.n_generation
+    compatibility = {
+        "dataset": dataset.fingerprint,
+        "sampler": {"kind": "seekable", "shuffle": section.shuffle, "seed": section.seed},
+        "n_generation": n_generation,
+        "trainers": dict(config.train.trainers),
+        "application": config.checkpoints.compatibility,
+    }
     return Application(
         sampler=SeekableSampler(len(prompts), shuffle=section.shuffle, seed=section.seed),
         prompt_of=prompts.__getitem__,
         budget_completions=section.completions or (section.epochs or 0) * len(prompts) * n_generation,
-        compatibility={
-            "dataset": dataset.fingerprint,
-            "sampler": {"kind": "seekable", "shuffle": section.shuffle, "seed": section.seed},
-            "n_generation": n_generation,
-            "trainers": dict(config.train.trainers),
-            "application": config.checkpoints.compatibility,
-        },
+        compatibility=compatibility,
+        adapter=ManifestAdapter(
+            LocalStore(config.directory),
+            compatibility=compatibility,
+            on_corrupt=config.checkpoints.on_corrupt,
+        ),
     )
 
 
@@ -123,43 +130,40 @@ async def serve(config: Config, application: Application, *, on_ready: Callable[
         CheckpointError: there is a checkpoint to resume from, and it cannot be used.
         OSError: the port is taken, or the run's directory cannot be used.
     """
-    store = LocalStore(config.directory)
-    execution_id = secrets.token_hex(16)
-    note = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": round(time.time(), 3)}
-    number = claim_execution(store, execution_id=execution_id, note=note)
-    adapter = application.adapter or ManifestAdapter(
-        store, compatibility=application.compatibility, on_corrupt=config.checkpoints.on_corrupt
-    )
+    store = None if application.adapter is None else LocalStore(config.directory)
+    identity = ExecutionIdentity(0, "") if store is None else _claim(store)
     sampling = Sampling(
         application.sampler,
         application.batch_sampler,
         prompt_of=application.prompt_of,
         completions_per_prompt=config.rollout.n_generation,
     )
-    request = _AdapterRequest(_TrainRequest(config.train.resume, str(config.directory)))
-    metadata = load_resume_metadata(adapter, request, owner=sampling.owner_name)
-    _say_what_is_resumed(config, store, number, metadata)
+    metadata = None
+    if application.adapter is not None:
+        request = _AdapterRequest(_TrainRequest(config.train.resume, str(config.directory)))
+        metadata = load_resume_metadata(application.adapter, request, owner=sampling.owner_name)
+    _say_what_is_resumed(config, store, identity.number, metadata)
 
     servicer, health_servicer = ControllerServicer(), health.aio.HealthServicer()
     server = _server(config, servicer, health_servicer)
     port = _listen(server, config)
     await server.start()
-    journal = Journal(journal_path(config.directory, number)) if config.run.journal else None
+    journal = Journal(journal_path(config.directory, identity.number)) if config.run.journal else None
     try:
-        start = await asyncio.to_thread(_restore, sampling, adapter, metadata, application.budget_completions)
+        start = await asyncio.to_thread(_restore, sampling, application, metadata)
         controller = Controller(
             config.policy(),
-            ExecutionIdentity(number, execution_id),
+            identity,
             sampling,
             start,
-            _resumed(adapter, metadata),
+            _resumed(application.adapter, metadata),
             clock=time.monotonic,
             new_id=lambda: secrets.token_hex(16),
             **({"record": journal.record} if journal else {}),
         )
         info = RunInfo(
             name=config.run.name,
-            uri=store.uri,
+            uri=str(config.directory.resolve()),
             sampling_owner=sampling.owner_name,
             compatibility=application.compatibility,
             on_corrupt=config.checkpoints.on_corrupt,
@@ -173,8 +177,8 @@ async def serve(config: Config, application: Application, *, on_ready: Callable[
         on_ready(
             Ready(
                 address=f"{config.server.host}:{port}",
-                execution_number=number,
-                execution_id=execution_id,
+                execution_number=identity.number,
+                execution_id=identity.id,
                 pid=os.getpid(),
                 phase=controller.lifecycle.phase,
                 resumed_from=metadata.checkpoint_path if metadata else "",
@@ -210,13 +214,21 @@ class _AdapterRequest:
     train: _TrainRequest
 
 
+def _claim(store: LocalStore) -> ExecutionIdentity:
+    execution_id = secrets.token_hex(16)
+    note = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": round(time.time(), 3)}
+    return ExecutionIdentity(claim_execution(store, execution_id=execution_id, note=note), execution_id)
+
+
 def _restore(
-    sampling: Sampling, adapter: ControllerResumeAdapter, metadata: ControllerResumeMetadata | None, budget: int
+    sampling: Sampling, application: Application, metadata: ControllerResumeMetadata | None
 ) -> SamplingBoundary:
-    return sampling.start(budget) if metadata is None else sampling.restore(adapter, metadata)
+    if metadata is None or application.adapter is None:
+        return sampling.start(application.budget_completions)
+    return sampling.restore(application.adapter, metadata)
 
 
-def _resumed(adapter: ControllerResumeAdapter, metadata: ControllerResumeMetadata | None) -> Resumed | None:
+def _resumed(adapter: ControllerResumeAdapter | None, metadata: ControllerResumeMetadata | None) -> Resumed | None:
     if metadata is None:
         return None
     found = adapter.found if isinstance(adapter, ManifestAdapter) else None
@@ -231,9 +243,11 @@ def _resumed(adapter: ControllerResumeAdapter, metadata: ControllerResumeMetadat
 
 
 def _say_what_is_resumed(
-    config: Config, store: LocalStore, number: int, metadata: ControllerResumeMetadata | None
+    config: Config, store: LocalStore | None, number: int, metadata: ControllerResumeMetadata | None
 ) -> None:
-    if metadata is not None:
+    if store is None:
+        _log.info("a legacy controller: no execution ID, no fence, nothing is published")
+    elif metadata is not None:
         steps = metadata.completed_training_steps
         _log.info("execution %d resumes from %s at step %d", number, metadata.checkpoint_path, steps)
     elif config.train.resume is False and (held := list_checkpoints(store)):
@@ -296,7 +310,6 @@ def _record_start(runtime: Runtime, journal: Journal | None, start: SamplingBoun
 
 
 async def _run_to_end(runtime: Runtime, linger_s: float) -> None:
-    loop = asyncio.get_running_loop()
     signals = _Signals(runtime)
     ticking = asyncio.create_task(runtime.tick_forever(_TICK_S))
     try:
@@ -307,13 +320,22 @@ async def _run_to_end(runtime: Runtime, linger_s: float) -> None:
                 ticking.result()
         if controller.lifecycle.end is not None:
             _log.info("the execution is over: %s: %s", *controller.lifecycle.end)
-        deadline = loop.time() + linger_s
-        while (left := deadline - loop.time()) > 0 and not (controller.everyone_knows and list(controller.workers)):
-            await runtime.revisions.beyond(runtime.revisions.current, left)
+        await _linger(runtime, linger_s)
         await runtime.finish_effects()
     finally:
         ticking.cancel()
         signals.restore()
+
+
+async def _linger(runtime: Runtime, linger_s: float) -> None:
+    """Wait until every worker has heard of the end. One that is over from the start waits for workers to come and ask."""
+    loop = asyncio.get_running_loop()
+    controller, deadline = runtime.controller, loop.time() + linger_s
+    nobody_asks = controller.lifecycle.end is not None and controller.lifecycle.end[0] == "STOP_REQUESTED"
+    while (left := deadline - loop.time()) > 0:
+        if controller.everyone_knows and (nobody_asks or list(controller.workers)):
+            return
+        await runtime.revisions.beyond(runtime.revisions.current, left)
 
 
 class _Signals:

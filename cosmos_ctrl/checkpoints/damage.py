@@ -34,11 +34,12 @@ def record_damage(store: Store, path: str, artifact: str, explanation: str) -> s
     Raises:
         StorageUnavailableError: it could not be made durable.
     """
+    path = path.rstrip("/")
     content = {"path": path, "artifact": artifact, "explanation": explanation[:MAX_EXPLANATION]}
     # From outside, so any text may be in it; a record must not fail for a character.
     clean = {key: text.encode(errors="replace").decode() for key, text in content.items()}
     data = canonical.canonical_text(clean, "damage record").encode() + b"\n"
-    name = f"{DIRECTORY}/{path.rpartition('/')[2]}-{hashlib.sha256(data).hexdigest()[:16]}.json"
+    name = f"{DIRECTORY}/{path.rpartition('/')[2][:200]}-{hashlib.sha256(data).hexdigest()[:16]}.json"
     store.put_if_absent(name, data)
     return name
 

@@ -339,6 +339,8 @@ class Controller:
     ) -> Save:
         """A rank has written and made durable all its artifacts of a save."""
         worker, save = self._enter_save(execution_id, session, number)
+        if self.policy.application_owns_checkpoints:
+            raise NotAllowedError(what=f"{worker.place} sends receipts in a run whose application commits checkpoints")
         declared = self.agreement.artifacts_of(worker.place)
         self.commands.check_receipts(save, worker.place, receipts, declared, self.identity.id)
         self.training.receive(save, worker.place, receipts, note)

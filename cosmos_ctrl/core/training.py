@@ -42,6 +42,8 @@ class Training:
         self._ledger, self._rollouts, self._lifecycle = ledger, rollouts, lifecycle
         self._clock, self._new_id, self._publish = clock, new_id, publish
         self._saved_steps = resumed_steps
+        # A legacy controller publishes nothing, so it asks for no save.
+        self._saves = bool(identity.id)
         self.last_save: Save | None = None
         """Newest committed save of this execution."""
         self.mean_reward: float | None = None
@@ -110,7 +112,7 @@ class Training:
         return []
 
     def _form_ending(self) -> None:
-        if self._lifecycle.gate_open and self._saved_steps != self._log.steps:
+        if self._saves and self._lifecycle.gate_open and self._saved_steps != self._log.steps:
             self._form_save(final=True)
         elif not self._log.saves and self._lifecycle.ending is not None:
             reason, message = self._lifecycle.ending
@@ -169,7 +171,7 @@ class Training:
         self.end_if_exhausted()
         if self._lifecycle.ending is not None:
             self.form()
-        elif every and self._log.steps % every == 0 and not self._log.saves:
+        elif self._saves and every and self._log.steps % every == 0 and not self._log.saves:
             self._form_save(final=False)
 
     def stop_giving_work(self, reason: EndReason, message: str) -> None:
