@@ -1,0 +1,128 @@
+"""The documentation's code runs: the quickstart's files, as they stand, killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cosmos_ctrl.checkpoints.discovery import list_checkpoints
+from cosmos_ctrl.checkpoints.stores.local import LocalStore
+
+ROOT = Path(__file__).resolve().parent.parent
+_BLOCK = re.compile(r"^```\w+ (\S+\.\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_EPOCHS = 60
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+@pytest.fixture
+def quickstart(tmp_path: Path) -> Path:
+    """A directory with the quickstart's files, on a port that is free."""
+    files = dict(_BLOCK.findall((ROOT / "docs" / "quickstart.md").read_text()))
+    assert files.keys() == {"prompts.jsonl", "run.toml", "trainer.py", "rollout.py"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    """SIGKILL them; torchrun's ranks have sessions of their own and are found through it."""
+    for process in processes:
+        if process.poll() is None:
+            for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
+                for pid in map(int, children.read_text().split()):
+                    os.kill(pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    kill(started)
+
+
+def test_the_quickstart_as_it_stands_is_killed_and_resumed(
+    quickstart: Path, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "COSMOS_CTRL__SERVER__PORT": str(port),
+        "COSMOS_CTRL__SAMPLING__EPOCHS": str(_EPOCHS),
+        "COSMOS_CTRL_ADDRESS": f"127.0.0.1:{port}",
+        "GRPC_VERBOSITY": "ERROR",
+        "OMP_NUM_THREADS": "1",
+    }
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "trainer.py"]
+
+    def start(*arguments: str) -> subprocess.Popen[bytes]:
+        log = (quickstart / f"{len(processes)}.log").open("wb")
+        with log:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=quickstart,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        processes.append(process)
+        return process
+
+    def logs() -> str:
+        return "\n".join(path.read_text() for path in sorted(quickstart.glob("*.log")))
+
+    serve = ("-m", "cosmos_ctrl.cli", "serve", "--config", "run.toml")
+    first = [start(*serve), start(*torchrun), start("rollout.py")]
+    deadline = time.monotonic() + 60
+    while not list(quickstart.glob("runs/quickstart/checkpoints/*/manifest.json")):
+        assert time.monotonic() < deadline, logs()
+        with pytest.raises(subprocess.TimeoutExpired):
+            first[0].wait(0.01)
+    kill(first)
+
+    controller, trainers, rollout = start(*serve), start(*torchrun), start("rollout.py")
+    for process in (controller, trainers, rollout):
+        assert process.wait(110) == 0, logs()
+    assert "BUDGET_EXHAUSTED" in logs()
+    checkpoints = list_checkpoints(LocalStore(quickstart / "runs" / "quickstart"))
+    numbers = {found.manifest.execution_number for found in checkpoints}
+    assert numbers == {1, 2}
+    newest = checkpoints[0].manifest
+    assert newest.metadata.remaining_completions == 0
+    # Nothing skipped: four prompts an epoch, one step each, replayed steps counted once in the lineage.
+    assert newest.metadata.completed_training_steps >= _EPOCHS
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in _LINK.findall(document.read_text()):
+            assert (document.parent / target).exists(), f"{document}: {target}"
+
+
+def test_every_configuration_key_of_the_docs_exists() -> None:
+    from cosmos_ctrl.config import Config
+
+    known = {
+        f"{section}.{key}"
+        for section, field in Config.model_fields.items()
+        if hasattr(field.annotation, "model_fields")
+        for key in field.annotation.model_fields
+    }
+    sections = {name.split(".")[0] for name in known}
+    for document in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for name in re.findall(r"`(\w+\.\w+)`", document.read_text()):
+            if name.split(".")[0] in sections and not name.endswith((".md", ".py", ".proto", ".toml")):
+                assert name in known, f"{document}: {name}"
