@@ -116,13 +116,14 @@ class _Execution:
     events: list[dict[str, Any]]
     issues: dict[int, _Issue] = field(default_factory=dict)
     cuts: dict[str, tuple[int, dict[str, Any]]] = field(default_factory=dict)
-    """Published checkpoints: position of the cut among the events, and its values."""
+    """Committed checkpoints: position of the cut among the events, and its values."""
     stale: int = 0
 
     @classmethod
-    def read(cls, events: Iterable[dict[str, Any]]) -> _Execution:
-        listed = list(events)
-        if not listed or listed[0].get("event") != "start":
+    def read(cls, listed: list[dict[str, Any]], resumed: set[Any]) -> _Execution:
+        """`resumed` are the checkpoints that an execution resumed from: committed, though the controller may have died
+        before it noted so."""
+        if listed[0].get("event") != "start":
             raise ValueError("a journal does not begin with its start")
         start = listed[0]
         own = cls(
@@ -143,7 +144,9 @@ class _Execution:
                 own.issues[event["group"]] = _Issue(event["epoch"], event["key"], event["size"], remaining)
             elif kind == "cut":
                 cuts[event["checkpoint"]] = (position, event)
-            elif kind == "published":
+                if event["checkpoint"] in resumed:
+                    own.cuts[event["checkpoint"]] = cuts[event["checkpoint"]]
+            elif kind == "published" and event["checkpoint"] in cuts:
                 own.cuts[event["checkpoint"]] = cuts[event["checkpoint"]]
             elif kind == "stale_refused":
                 own.stale += 1
@@ -170,8 +173,13 @@ def audit(run: Path) -> RunReport:
 
 
 def audit_journals(journals: Sequence[Iterable[dict[str, Any]]]) -> RunReport:
-    """As `audit`, over events that are at hand; one journal an execution, oldest first."""
-    executions = [_Execution.read(journal) for journal in journals]
+    """As `audit`, over events that are at hand; one journal an execution, oldest first. An empty one is of an execution that died
+    before its start was noted: it did nothing."""
+    listed = [events for events in map(list, journals) if events]
+    if not listed:
+        raise ValueError("the journals are empty: no execution began")
+    resumed = {events[0].get("resumed_from") for events in listed} - {None}
+    executions = [_Execution.read(events, resumed) for events in listed]
     by_checkpoint = {checkpoint: own for own in executions for checkpoint in own.cuts}
     newest = max(
         ((own.number, cut["step"], checkpoint) for own in executions for checkpoint, (_, cut) in own.cuts.items()),

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from cosmos_ctrl.checkpoints.document import plain_compatibility
 from cosmos_ctrl.core.policy import RunPolicy
 
 if sys.version_info >= (3, 11):
@@ -24,7 +25,18 @@ ENVIRONMENT_PREFIX = "COSMOS_CTRL__"
 
 _Count = Annotated[int, Field(ge=0)]
 _Positive = Annotated[int, Field(ge=1)]
-_Seconds = Annotated[float, Field(gt=0)]
+#: Finite, and short enough for a timer and for the wire.
+_Seconds = Annotated[float, Field(gt=0, le=1e6)]
+_Name = Annotated[str, Field(min_length=1)]
+
+
+def _storable(value: dict[str, Any]) -> dict[str, Any]:
+    # What a manifest cannot carry would be refused only at the first checkpoint, after the training it should save.
+    try:
+        plain_compatibility(value)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    return value
 
 
 class ConfigurationError(Exception):
@@ -42,7 +54,7 @@ class _Section(BaseModel):
 class RunSection(_Section):
     """[run]"""
 
-    name: Annotated[str, Field(min_length=1)] = "run"
+    name: _Name = "run"
     """Name of the run, for people."""
     directory: str = ""
     """Where executions and checkpoints lie; runs/NAME when empty."""
@@ -61,14 +73,14 @@ class ServerSection(_Section):
     """Largest message in either direction."""
     keepalive_s: _Seconds = 20.0
     """Silence after which the connection itself is probed."""
-    linger_s: Annotated[float, Field(ge=0)] = 10.0
+    linger_s: Annotated[float, Field(ge=0, le=1e6)] = 10.0
     """How long an execution that is over waits for its workers to hear so."""
 
 
 class TrainSection(_Section):
     """[train]"""
 
-    resume: bool | str = True
+    resume: bool | _Name = True
     """true: the newest committed checkpoint; a path: that one and no other; false: a lineage of its own."""
     groups_per_step: _Positive = 8
     """Prompt groups in one training step."""
@@ -80,7 +92,7 @@ class TrainSection(_Section):
     """Time to finish in after a stop was requested."""
     gate_timeout_s: _Seconds = 600.0
     """Longest wait for all trainer ranks to confirm what they restored."""
-    trainers: dict[str, _Positive] = {"policy": 1}
+    trainers: Annotated[dict[_Name, _Positive], Field(min_length=1)] = {"policy": 1}
     """Trainer groups and their ranks; rank 0 of the first one leads."""
 
 
@@ -142,7 +154,7 @@ class CheckpointsSection(_Section):
     """What a damaged newest checkpoint means for automatic resume."""
     save_timeout_s: _Seconds = 1800.0
     """Longest time a save may take."""
-    compatibility: dict[str, Any] = {}
+    compatibility: Annotated[dict[str, Any], AfterValidator(_storable)] = {}
     """The application's own settings that a resumed run must share."""
 
 

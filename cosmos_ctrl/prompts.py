@@ -46,9 +46,16 @@ def read_prompts(path: Path) -> PromptsFile:
         key, source = value.get("key"), value.get("source", "")
         if not isinstance(key, str | None) or not isinstance(source, str):
             raise ValueError(f'{path}:{number}: "key" and "source" are strings')
-        base = key or hashlib.sha256(value["prompt"].encode()).hexdigest()[:16]
-        seen[base] = seen.get(base, 0) + 1
-        unique = base if seen[base] == 1 else f"{base}#{seen[base]}"
+        try:
+            base = key or hashlib.sha256(value["prompt"].encode()).hexdigest()[:16]
+            (base + source).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{path}:{number}: half of a surrogate pair, which UTF-8 does not carry") from error
+        unique = base
+        while unique in seen:  # a line may have for its key what an earlier one was told apart by
+            seen[base] += 1
+            unique = f"{base}#{seen[base]}"
+        seen[unique] = 1
         prompts.append(Prompt(key=unique, source=source, payload=bytes(line), codec="json"))
         fingerprint.update(line.strip() + b"\n")
     if not prompts:

@@ -52,6 +52,7 @@ from cosmos_ctrl.v1.controller_service_pb2_grpc import add_ControllerServiceServ
 _log = logging.getLogger(__name__)
 
 _SERVICE = controller_service_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
+_HEALTH_NAMES = ("", _SERVICE)
 _TICK_S = 0.25
 
 
@@ -145,6 +146,8 @@ async def serve(config: Config, application: Application, *, on_ready: Callable[
     _say_what_is_resumed(config, store, identity.number, metadata)
 
     servicer, health_servicer = ControllerServicer(), health.aio.HealthServicer()
+    for name in _HEALTH_NAMES:  # it says SERVING for "" by itself
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
     server = _server(config, servicer, health_servicer)
     port = _listen(server, config)
     await server.start()
@@ -172,8 +175,8 @@ async def serve(config: Config, application: Application, *, on_ready: Callable[
         runtime = Runtime(controller, info, store)
         _record_start(runtime, journal, start)
         servicer.attach(runtime)
-        await health_servicer.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        for name in _HEALTH_NAMES:
+            await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
         on_ready(
             Ready(
                 address=f"{config.server.host}:{port}",
@@ -185,7 +188,8 @@ async def serve(config: Config, application: Application, *, on_ready: Callable[
             )
         )
         await _run_to_end(runtime, config.server.linger_s)
-        await health_servicer.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        for name in _HEALTH_NAMES:
+            await health_servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         return _exit_code(runtime)
     finally:
         await server.stop(grace=1.0)

@@ -52,6 +52,7 @@ class Agreement:
         self._run_directory = run_directory
         self._resume: Resume | None = None
         self._loaded: tuple[ControllerResumeMetadata, str] | None = None
+        self._files: Artifacts | None = None
         self.agreed = False
 
     @property
@@ -66,6 +67,10 @@ class Agreement:
             connection.unary(connection.stub.GetResumeState, lambda _: pb.GetResumeStateRequest())
         )
         if response.phase == pb.PHASE_FAILED:
+            # Any fenced call is answered with what ended it; a heartbeat asks for nothing else.
+            connection.call(
+                connection.unary(connection.stub.SubmitReports, lambda worker: pb.SubmitReportsRequest(worker=worker))
+            )
             raise ExecutionEndedError(end_reason="FAILURE", message=response.end.message)
         self._resume = resume_from(response, self._run_directory)
         return self._resume
@@ -90,8 +95,15 @@ class Agreement:
         except _DAMAGE as error:
             self._tell_damage(error)
             raise
-        self._loaded = manifest.metadata, digest
+        self.close()
+        self._loaded, self._files = (manifest.metadata, digest), files
         return files
+
+    def close(self) -> None:
+        """Close what `artifacts` opened. Idempotent."""
+        if self._files is not None:
+            self._files.close()
+            self._files = None
 
     def confirm(self, steps: int, updates: int) -> ExecutionEndedError | None:
         """As `Trainer.confirm`.
@@ -102,6 +114,7 @@ class Agreement:
         require_count("steps", steps)
         require_count("updates", updates)
         request = self._confirmation(steps, updates)
+        self.close()
         missing: tuple[str, ...] = ()
         total_s = self._connection.config.confirm_total_s
         started = time.monotonic()

@@ -127,6 +127,7 @@ def form_batch(number: int, items: Iterable[Item]) -> pb.ReportBatch:
     """The batch of these items, which are in an order that one batch keeps."""
     batch = pb.ReportBatch(number=number)
     blocks: dict[tuple[object, ...], _Block] = {}
+    metrics: dict[str, float] = {}
     for item in items:
         if isinstance(item, RolloutItem):
             key = (item.outcome, item.reason, item.codec, item.payload_kind)
@@ -139,12 +140,15 @@ def form_batch(number: int, items: Iterable[Item]) -> pb.ReportBatch:
         elif isinstance(item, WeightsItem):
             batch.weights.add(version=item.version, handle=item.handle)
         elif isinstance(item, MetricItem):
-            batch.metrics.add(name=item.name, value=item.value)
+            metrics[item.name] = item.value
         else:
             batch.end.reason = item.reason
             batch.end.SetInParent()
     for block in blocks.values():
         block.write(batch.rollouts.add())
+    # Only the last value of a name is ever shown.
+    for name, value in metrics.items():
+        batch.metrics.add(name=name, value=value)
     return batch
 
 

@@ -73,11 +73,10 @@ class Connection:
         self._pinned: str | None = None
         self._terminal: Exception | None = None
         self._watchdog = Watchdog(self.config.end_grace_s, str(place), exit_process)
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(on_loop_exception)
         self._thread: threading.Thread | None = None
         self._closed = False
-        # The rest is made on the loop.
+        # The rest is made when it starts.
+        self._loop: asyncio.AbstractEventLoop
         self._stub: ControllerServiceAsyncStub
         self._channel: grpc.aio.Channel
         self._ended: asyncio.Event
@@ -90,6 +89,8 @@ class Connection:
         """Start the thread and register; the future ends when the session is open, or with the error."""
         if self._thread is not None:
             raise UsageError("the worker was entered before; make a new one")
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(on_loop_exception)
         self._thread = threading.Thread(target=self._run_loop, name=f"cosmos-{self.place.role}-client", daemon=True)
         self._thread.start()
         return asyncio.run_coroutine_threadsafe(self._open(), self._loop)
@@ -167,7 +168,9 @@ class Connection:
         return await asyncio.wrap_future(self.submit(work))
 
     def soon(self, callback: Callable[[], object]) -> None:
-        """Run `callback` on the loop, soon."""
+        """Run `callback` on the loop, soon; never, if it is not open."""
+        if self._thread is None:
+            return
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
             self._loop.call_soon_threadsafe(callback)
 
@@ -285,6 +288,11 @@ class Connection:
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        # The transport leaves tasks of its own behind; a loop that closes over them complains.
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
 
     async def _open(self) -> None:
         self._ended = asyncio.Event()

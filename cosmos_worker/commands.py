@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_ctrl.v1 import reports_pb2
-from cosmos_worker.batches import WORD_BITS, bits_of, words_of
+from cosmos_worker.batches import WORD_BITS, words_of
 from cosmos_worker.errors import ProtocolError, UsageError
 from cosmos_worker.payloads import Handle, decode_payload
 from cosmos_worker.resuming import metadata_of
@@ -106,6 +106,10 @@ class SaveWork:
     """With the boundary; stored by the application when it owns its checkpoints."""
     final: bool
     """The last one: the end follows."""
+
+    def payloads(self) -> list[TrainGroup]:
+        """Raises UsageError: only a TRAIN command has payloads."""
+        raise UsageError(f"command {self.number} is a SAVE, which has no payloads: look at is_save first")
 
 
 Work: TypeAlias = TrainWork | SaveWork
@@ -278,8 +282,3 @@ def _rows_of(
     if any(words):
         rows.words.extend(words)
     return rows
-
-
-def indices_of(mask: int) -> tuple[int, ...]:
-    """Completions of a mask."""
-    return tuple(bits_of(mask))

@@ -34,7 +34,7 @@ class DeadlineError(WorkerError, TimeoutError):
         """Seconds waited."""
         self.cause = cause
         """The last thing heard, in words; may be empty."""
-        super().__init__(f"{what} did not happen within {waited_s:g} s{f' ({cause})' if cause else ''}")
+        super().__init__(f"{what} did not come within {waited_s:.1f} s{f' ({cause})' if cause else ''}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.what, self.waited_s, self.cause)

@@ -22,6 +22,7 @@ from cosmos_worker.client import Connection
 from cosmos_worker.errors import DeadlineError
 from cosmos_worker.leases import LeaseBook
 from cosmos_worker.transport import duration_of
+from cosmos_worker.waiting import set_within
 from cosmos_worker.window import Heard
 
 _log = logging.getLogger(__name__)
@@ -90,10 +91,8 @@ class Leasing:
                 limit_s = config.unfinished_total_s
             else:
                 what, limit_s = "work from the controller", config.idle_total_s
-            try:
-                await asyncio.wait_for(self._change.wait(), limit_s)
-            except asyncio.TimeoutError:
-                raise DeadlineError(what, limit_s) from None
+            if not await set_within(self._change, limit_s):
+                raise DeadlineError(what, limit_s)
 
     @property
     def exhausted(self) -> bool:

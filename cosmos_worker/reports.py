@@ -25,6 +25,7 @@ from cosmos_worker.batches import Item
 from cosmos_worker.errors import DeadlineError
 from cosmos_worker.faults import Fault, Patience, fault_of
 from cosmos_worker.settings import ClientConfig
+from cosmos_worker.waiting import set_within
 from cosmos_worker.window import Heard, ReportWindow, WindowLimits, WindowStatistics
 
 if TYPE_CHECKING:
@@ -245,11 +246,7 @@ class ReportStream:
 
     async def _heartbeat_due(self) -> bool:
         """Wait for something to send; True: nothing came in time."""
-        try:
-            await asyncio.wait_for(self._wake.wait(), self._link.lease_time_s / 3)
-        except asyncio.TimeoutError:
-            return True
-        return False
+        return not await set_within(self._wake, self._link.lease_time_s / 3)
 
     async def _read(self, call: StreamCall, patience: Patience) -> None:
         while True:
@@ -272,10 +269,8 @@ class ReportStream:
         self._progress = asyncio.Event()
 
     async def _next_step(self, end: float, deadline_s: float, what: str, cause: object = "") -> None:
-        try:
-            await asyncio.wait_for(self._progress.wait(), max(0.0, end - time.monotonic()))
-        except asyncio.TimeoutError:
-            raise DeadlineError(what, deadline_s, str(cause)) from None
+        if not await set_within(self._progress, end - time.monotonic()):
+            raise DeadlineError(what, deadline_s, str(cause))
 
 
 class _Owed:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from cosmos_ctrl.v1 import checkpoint_pb2
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
@@ -71,7 +71,7 @@ class Save:
         self._note = ""
         self._open = False
 
-    def open(self, name: str) -> HashingFile:
+    def open(self, name: str) -> IO[bytes]:
         """A new file for the declared artifact `name`; it is closed, at the latest, when the save ends.
 
         Raises:
@@ -87,7 +87,8 @@ class Save:
         path = self.rank_directory / name
         make_directories(path.parent, top=self._place.run_directory)
         file = self._files[name] = HashingFile(path, calls=self._calls)
-        return file
+        # Nominal only for type checkers: it has what writers of bytes call.
+        return cast("IO[bytes]", file)
 
     def note(self, value: dict[str, Any]) -> None:
         """Keep `value`, a JSON object of the application's own, with the checkpoint. Ignored on all ranks but the leader.

@@ -155,7 +155,8 @@ class Trainer:
     def artifacts(self, resume: Resume) -> Artifacts:
         """This rank's files of the checkpoint, verified, open for reading, by the names they were saved under.
 
-        When something is damaged or missing, the controller is told (it records that, and ends) before the error is raised.
+        They are closed by `confirm`, at the latest. When something is damaged or missing, the controller is told (it
+        records that, and ends) before the error is raised.
 
         Raises:
             UsageError: the run is fresh.
@@ -211,7 +212,7 @@ class Trainer:
 
     def complete(
         self,
-        command: TrainWork,
+        command: Work,
         *,
         updates: int,
         discarded: Named = (),
@@ -250,7 +251,7 @@ class Trainer:
         self._open = None
         self._calls.say_and_wait(CompletionItem(report))
 
-    def save(self, command: SaveWork) -> Save:
+    def save(self, command: Work) -> Save:
         """The save of a SAVE command, for a ``with`` statement; see `Save`.
 
         Raises:
@@ -338,6 +339,7 @@ class Trainer:
         self._connection.finishing = True
 
     def _leave(self, error: BaseException | None) -> None:
+        self._agreement.close()
         reason = str(self._end or "left") if error is None else f"{type(error).__name__}: {error}"
         try:
             self._calls.leave(reason)

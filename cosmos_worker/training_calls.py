@@ -11,10 +11,12 @@ from typing import Any
 
 import grpc
 
+from cosmos_ctrl.core.errors import RetryLaterError
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_worker.batches import EndItem, Item
 from cosmos_worker.client import Connection
 from cosmos_worker.commands import TrainGroup, TrainWork, groups_of
+from cosmos_worker.errors import DeadlineError
 from cosmos_worker.faults import fault_of
 from cosmos_worker.transport import duration_of
 
@@ -26,19 +28,28 @@ class TrainingCalls:
         self._connection = connection
 
     def next_command(self, number: int) -> pb.NextCommandResponse:
-        """One poll for command `number`; the answer may hold none."""
+        """One poll for command `number`; the answer may hold none.
+
+        A controller that says "later" has none either: nobody waits for it longer than for a poll, since other ranks may wait
+        in a collective meanwhile.
+        """
         connection = self._connection
         connection.check()
         poll_s = connection.config.poll_s
         wait = duration_of(poll_s)
-        return connection.call(
-            connection.unary(
-                connection.stub.NextCommand,
-                lambda worker: pb.NextCommandRequest(worker=worker, number=number, wait=wait),
-                wait_s=poll_s,
-                later_total_s=connection.config.idle_total_s,
+        try:
+            return connection.call(
+                connection.unary(
+                    connection.stub.NextCommand,
+                    lambda worker: pb.NextCommandRequest(worker=worker, number=number, wait=wait),
+                    wait_s=poll_s,
+                    later_total_s=poll_s,
+                )
             )
-        )
+        except DeadlineError as error:
+            if isinstance(error.__cause__, RetryLaterError):
+                return pb.NextCommandResponse()
+            raise
 
     def fetch_payloads(self, work: TrainWork) -> list[TrainGroup]:
         """This rank's share of a command."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from cosmos_ctrl.core.errors import MessageTooLargeError, SequenceGapError, WindowFullError
 from cosmos_ctrl.v1 import reports_pb2 as pb
-from cosmos_worker.batches import Item, MetricItem, form_batch, kind_order
+from cosmos_worker.batches import Item, form_batch, kind_order
 from cosmos_worker.errors import ProtocolError
 
 #: Room in a message for everything that is not items: identity, numbers, framing.
@@ -237,7 +237,6 @@ class ReportWindow:
     def _form(self) -> None:
         items: list[Item] = []
         completions = size = order = 0
-        names: set[str] = set()
         while self._pending:
             item, item_size = self._pending[0]
             item_order = kind_order(item)
@@ -245,13 +244,10 @@ class ReportWindow:
                 completions + item.completions > self.limits.batch_completions
                 or size + item_size > self.limits.batch_bytes
                 or (item_order is not None and item_order < order)
-                or (isinstance(item, MetricItem) and item.name in names)
             ):
                 break
             self._pending.popleft()
             items.append(item)
-            if isinstance(item, MetricItem):
-                names.add(item.name)
             completions += item.completions
             size += item_size
             order = order if item_order is None else item_order

@@ -161,7 +161,7 @@ class Admission:
         first, following = self._issued()
         words = rows.words or [0] * len(rows.groups)
         for group, lease, word, mask in zip(rows.groups, rows.leases, words, rows.masks, strict=True):
-            self._rollouts.check_row(group, lease, mask << 64 * word, following, first)
+            self._rollouts.check_row(group, lease, word, mask, following, first)
         if rows.outcome == "completed" and rows.groups:
             oldest, newest = self._versions()
             if min(rows.lowest_versions) < oldest or max(rows.highest_versions) > newest:
@@ -175,15 +175,15 @@ class Admission:
         words = rows.words or [0] * len(rows.groups)
         for row, (group, lease, word, bits) in enumerate(zip(rows.groups, rows.leases, words, rows.masks, strict=True)):
             count = bits.bit_count()
-            mask = bits << 64 * word
             reason: Refusal | None = self._rollouts.refuses(group, lease, worker)
             accepted = 0
             if reason is None:
-                accepted = self._apply_row(worker, rows, row, group, mask, slice(at, at + count))
+                # Only now: the word of a retired group was not checked, and may be anything.
+                mask = bits << 64 * word
+                accepted = self._apply_row(worker, rows, row, group, mask, slice(at, at + count)) >> 64 * word
                 reason = "ALREADY_REPORTED"
-            if accepted != mask:
-                refused = (mask ^ accepted) >> 64 * word
-                worker.log.notify(RowRefused(number, block, row, reason, group, word, refused))
+            if accepted != bits:
+                worker.log.notify(RowRefused(number, block, row, reason, group, word, bits ^ accepted))
             at += count
 
     def _apply_row(self, worker: Incarnation, rows: RolloutRows, row: int, group: int, mask: int, part: slice) -> int:

@@ -82,8 +82,9 @@ class Agreement:
         return frozenset(self._confirmed[place].artifact_names)
 
     def forget(self, place: Place) -> None:
-        """The rank was replaced before the gate opened: its confirmation was another process's."""
-        self._confirmed.pop(place, None)
+        """The rank was replaced, or fell silent, before the gate opened: its confirmation does not count any more."""
+        if self._confirmed.pop(place, None) is not None:
+            self._lifecycle.touch()
 
     def confirm(self, place: Place, restored: Restored) -> None:
         """Note what a rank restored; the last one opens the gate.

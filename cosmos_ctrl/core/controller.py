@@ -164,6 +164,8 @@ class Controller:
             self.rollouts,
             self.lifecycle,
             resumed_steps=restored_steps if resumed else None,
+            lineage_remaining=start.remaining_completions - (resumed.repeat_bound_completions if resumed else 0),
+            can_give=lambda: self.leasing.can_give,
             clock=clock,
             new_id=new_id,
             publish=lambda save: self._effects.append(Publish(save)),
@@ -383,8 +385,10 @@ class Controller:
 
     def stop(self, reason: str, grace_s: float | None = None) -> str:
         """As `request_stop`, from the controller's own process."""
-        if self.lifecycle.ending is None and not self.lifecycle.over:
-            self._stop_deadline = self._clock() + (self.policy.stop_grace_s if grace_s is None else grace_s)
+        if not self.lifecycle.over:
+            # Also of a run that is ending already: the first reason counts, and so does the first grace.
+            if self._stop_deadline is None:
+                self._stop_deadline = self._clock() + (self.policy.stop_grace_s if grace_s is None else grace_s)
             self.training.stop_giving_work("STOP_REQUESTED", reason)
             self.training.form()
         return self.lifecycle.ending[1] if self.lifecycle.ending is not None else reason
@@ -401,10 +405,13 @@ class Controller:
             self.rollouts.expire(worker)
             self.lifecycle.record("lapse", worker=str(worker.place))
             self.lifecycle.touch()
-            training = self.lifecycle.phase in ("RUNNING", "DRAINING")
-            if worker.place.role == "trainer" and training:
-                self.lifecycle.fail(f"{worker} was not heard for {silence:.1f} s")
-        self.rollouts.expire_overdue()
+            if worker.place.role == "trainer":
+                if self.lifecycle.phase in ("RUNNING", "DRAINING"):
+                    self.lifecycle.fail(f"{worker} was not heard for {silence:.1f} s")
+                elif not self.lifecycle.gate_open:
+                    self.agreement.forget(worker.place)
+        if self.rollouts.expire_overdue():
+            self.lifecycle.touch()
         self.training.abandon_overdue()
         self.training.end_if_exhausted()
         now, phase = self._clock(), self.lifecycle.phase
@@ -428,6 +435,10 @@ class Controller:
             self.leasing.announce(announcement)
 
     def _newest_version(self) -> int:
+        if not self.policy.announces_weights:
+            # A worker may hold weights of the step that its trainers have completed and not all have reported.
+            last = self.commands.last
+            return last.step if isinstance(last, Train) else self.commands.steps
         weights = self.leasing.weights
         return weights.version if weights is not None else self.commands.steps
 
@@ -467,4 +478,5 @@ class Controller:
             if worker is not None and not worker.ended:
                 worker.ended = True
                 self.lifecycle.touch()
-            raise self.lifecycle.failure
+            # One error for everyone: without this each raise would add to its traceback, and keep the frames.
+            raise self.lifecycle.failure.with_traceback(None)

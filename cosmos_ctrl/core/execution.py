@@ -27,6 +27,9 @@ from cosmos_ctrl.core.errors import (
 
 Role = Literal["trainer", "rollout"]
 
+#: Notices that an incarnation may leave unconfirmed before it may report again. One batch adds one a row at most.
+_MAX_NOTICES = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutionIdentity:
@@ -134,6 +137,8 @@ class BatchLog:
             raise SequenceGapError(what="batch", expected=self.applied + 1, found=number)
         if number - self._acked > self._max:
             raise WindowFullError(what="unacknowledged batches", limit=self._max, found=number - self._acked)
+        if len(self.notices) >= _MAX_NOTICES:
+            raise WindowFullError(what="unconfirmed notices", limit=_MAX_NOTICES, found=len(self.notices) + 1)
         return False
 
     def record(self, number: int, digest: bytes) -> None:

@@ -1,7 +1,9 @@
 """Groups for rollout workers: what waits is leased first, then the sampler is drawn from.
 
 * Requests are numbered: the same number gets the same answer, so a lost reply draws nothing anew.
-* A draw happens only where it has room: budget, window, outstanding groups and buffered payloads all have limits.
+* A draw happens only where it has room: budget, window, outstanding groups and buffered payloads all have limits. What was
+  drawn is issued, now or when there is room: the sampler has moved past it, so dropping it would skip its prompts.
+* A limit never stops everything: buffered payloads hold leasing up only while something that may free them moves.
 * Where the run announces weights, nothing is leased before the restored version is announced.
 """
 
@@ -11,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cosmos_ctrl.core.admission import WeightAnnouncement
-from cosmos_ctrl.core.errors import MalformedError, NotAllowedError, SequenceGapError
+from cosmos_ctrl.core.errors import MalformedError, NotAllowedError, SequenceGapError, WindowFullError
 from cosmos_ctrl.core.execution import Incarnation
 from cosmos_ctrl.core.ledger import SamplingReplayLedger
 from cosmos_ctrl.core.lifecycle import Lifecycle
 from cosmos_ctrl.core.policy import RunPolicy
 from cosmos_ctrl.core.rollouts import Lease, Rollouts
-from cosmos_ctrl.core.sampling import Sampling
+from cosmos_ctrl.core.sampling import Draw, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Leasing:
         self._policy, self._sampling, self._ledger = policy, sampling, ledger
         self._rollouts, self._lifecycle = rollouts, lifecycle
         self._oldest_version = oldest_version
+        self._drawn: Draw | None = None
+        """Drawn, and waiting for room in the window: its state is larger than the one before."""
         self.weights: WeightAnnouncement | None = None
         """Newest announced weights."""
 
@@ -80,6 +84,11 @@ class Leasing:
             self._lifecycle.touch()
         return reply
 
+    @property
+    def can_give(self) -> bool:
+        """Whether the limits let a worker that asks have something: what waits, or a new draw."""
+        return not self._buffers_are_full() and (self._rollouts.pending_groups > 0 or self._may_draw())
+
     def _nothing_left(self) -> bool:
         if self._lifecycle.phase in ("DRAINING", "ENDED"):
             return True
@@ -88,7 +97,7 @@ class Leasing:
         return self._lifecycle.gate_open and exhausted and not self._rollouts.unsettled_groups
 
     def _may_lease(self) -> bool:
-        if self._lifecycle.phase != "RUNNING" or self._rollouts.buffered_bytes > self._policy.max_buffered_bytes:
+        if self._lifecycle.phase != "RUNNING" or self._buffers_are_full():
             return False
         announced = self.weights is not None and self.weights.version >= self._oldest_version
         return announced or not self._policy.announces_weights
@@ -102,14 +111,36 @@ class Leasing:
             if most == 0 or not self._draw():
                 return
 
-    def _draw(self) -> bool:
-        remaining = self._ledger.cursor.remaining_completions
+    def _buffers_are_full(self) -> bool:
+        rollouts = self._rollouts
+        moving = rollouts.unsettled_groups > rollouts.pending_groups
+        return moving and rollouts.buffered_bytes > self._policy.max_buffered_bytes
+
+    def _may_draw(self) -> bool:
         full = self._rollouts.outstanding_groups >= self._policy.max_outstanding_groups
-        if remaining == 0 or full or not self._ledger.has_room():
+        if self._ledger.cursor.remaining_completions == 0 or full:
             return False
-        draw = self._sampling.draw(remaining)
-        tokens = self._ledger.issue_draw(draw.after, draw.sizes)
+        return self._ledger.has_room(len(self._drawn.after.encoded_state.data) if self._drawn else None)
+
+    def _draw(self) -> bool:
+        if not self._may_draw():
+            return False
+        draw = self._drawn or self._sample()
+        try:
+            tokens = self._ledger.issue_draw(draw.after, draw.sizes)
+        except WindowFullError:
+            self._drawn = draw
+            return False
+        self._drawn = None
         self._rollouts.add(tokens, draw)
         for token, prompt, size in zip(tokens, draw.prompts, draw.sizes, strict=True):
             self._lifecycle.record("issue", group=token, key=prompt.key, size=size, epoch=draw.after.epoch)
         return True
+
+    def _sample(self) -> Draw:
+        try:
+            return self._sampling.draw(self._ledger.cursor.remaining_completions)
+        except Exception as error:
+            # The sampler may have moved: going on would skip what it had taken.
+            self._lifecycle.fail(f"the sampler could not be drawn from: {type(error).__name__}: {error}")
+            raise

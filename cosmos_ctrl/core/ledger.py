@@ -177,11 +177,13 @@ class SamplingReplayLedger:
         self._cursor = after
         return tokens
 
-    def has_room(self) -> bool:
-        """Whether another draw, with a state as large as the newest, fits in the window."""
-        return (
-            len(self._draws) < self._max_draws and self._bytes + len(self._cursor.encoded_state.data) <= self._max_bytes
-        )
+    def has_room(self, state_bytes: int | None = None) -> bool:
+        """Whether another draw fits in the window, with a state of `state_bytes`, or as large as the newest.
+
+        One always fits in an empty window: a limit that refused the only draw could never be relieved.
+        """
+        size = len(self._cursor.encoded_state.data) if state_bytes is None else state_bytes
+        return not self._draws or (len(self._draws) < self._max_draws and self._bytes + size <= self._max_bytes)
 
     def settle(self, token: int, completion: int = 0) -> Settlement:
         """Settle one completion of a group; terminal, whatever the reason. True only the first time."""
@@ -240,12 +242,13 @@ class SamplingReplayLedger:
         )
 
     def _require_room(self, state_bytes: int) -> None:
+        if self.has_room(state_bytes):
+            return
         if len(self._draws) >= self._max_draws:
             raise WindowFullError(what="draws in the window", limit=self._max_draws, found=len(self._draws) + 1)
-        if self._bytes + state_bytes > self._max_bytes:
-            raise WindowFullError(
-                what="bytes of sampler state in the window", limit=self._max_bytes, found=self._bytes + state_bytes
-            )
+        raise WindowFullError(
+            what="bytes of sampler state in the window", limit=self._max_bytes, found=self._bytes + state_bytes
+        )
 
     def _advance(self) -> None:
         groups, base = self._groups, self._base

@@ -79,6 +79,9 @@ class Group:
     holder: Incarnation | None = None
     deadline: float | None = None
     failures: int = 0
+    """Leases of it that reported a failure."""
+    failed_lease: int = 0
+    """The newest of them."""
     trained: int = 0
     segments: list[Segment] = field(default_factory=list)
 
@@ -199,27 +202,29 @@ class Rollouts:
                 group.holder.log.notify(LeasesCancelled((group.lease,)))
             self._end_lease(group)
 
-    def expire_overdue(self) -> None:
-        """Leases past their deadline are lost, and their holders told."""
+    def expire_overdue(self) -> bool:
+        """Leases past their deadline are lost, and their holders told; whether there were any."""
         if self._policy.lease_deadline_s is None:
-            return
-        now = self._clock()
+            return False
+        now, found = self._clock(), False
         for group in [self._groups[token] for token in self._leased]:
             if group.deadline is not None and group.deadline < now and group.holder is not None:
                 group.holder.log.notify(LeasesCancelled((group.lease,)))
                 self._end_lease(group)
+                found = True
+        return found
 
     # -- reports
 
-    def check_row(self, token: int, lease: int, mask: int, next_token: int, first_token: int) -> None:
+    def check_row(self, token: int, lease: int, word: int, bits: int, next_token: int, first_token: int) -> None:
         """Raises UnknownWorkError for a group, lease or completion that was never given."""
         if not first_token <= token < next_token:
             raise UnknownWorkError(what=f"group {token}")
         if not 0 < lease <= self._last_lease:
             raise UnknownWorkError(what=f"lease {lease}")
         group = self._groups.get(token)
-        if group is not None and mask.bit_length() > group.size:
-            raise UnknownWorkError(what=f"completion mask {mask:#x} of group {token}, which has {group.size}")
+        if group is not None and 64 * word + bits.bit_length() > group.size:
+            raise UnknownWorkError(what=f"completions {bits:#x} of word {word} of group {token}, which has {group.size}")
 
     def refuses(self, token: int, lease: int, worker: Incarnation) -> Refusal | None:
         """Why a whole row is refused by itself; None if it is not."""
@@ -262,7 +267,9 @@ class Rollouts:
         if not accepted:
             return 0
         group.leased ^= accepted
-        group.failures += 1
+        if group.failed_lease != group.lease:  # one lease is one failure, in however many rows it is reported
+            group.failed_lease = group.lease
+            group.failures += 1
         if group.failures >= self._policy.poison_limit:
             self._settle_part(group, accepted, "discarded", f"poison:{reason}")
         else:
@@ -281,11 +288,11 @@ class Rollouts:
 
     # -- training
 
-    def drop_stale(self, completed_steps: int) -> None:
-        """Discard or regenerate ready groups that are too old for the step after `completed_steps`."""
-        limit = self._policy.max_staleness
+    def drop_stale(self, completed_steps: int) -> bool:
+        """Discard or regenerate ready groups that are too old for the step after `completed_steps`; whether there were any."""
+        limit, before = self._policy.max_staleness, len(self._ready)
         if limit is None:
-            return
+            return False
         for token in list(self._ready):
             group = self._groups[token]
             lowest = min(segment.lowest_version for segment in group.segments if segment.held & group.ready)
@@ -295,6 +302,7 @@ class Rollouts:
                     self._drop(group, group.ready, "stale")
                 else:
                     self._regenerate(group, group.ready)
+        return len(self._ready) < before
 
     def take(self, most: int) -> list[tuple[int, int]]:
         """Move up to `most` ready groups, first ready first, into a command; returns rows of (group, mask)."""
@@ -339,7 +347,7 @@ class Rollouts:
         """Sum of the rewards of a command's row."""
         total = 0.0
         for segment in self._groups[token].segments:
-            if segment.reported & mask == segment.reported:
+            if segment.held & mask == segment.reported:
                 total += sum(segment.rewards)
             else:
                 bits = segment.held & mask

@@ -35,7 +35,10 @@ class EncodedState:
             return cls(value, "bytes")
         _require_json(value, "sampler_state")
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return cls(text.encode(), "json")
+        try:
+            return cls(text.encode(), "json")
+        except UnicodeEncodeError as error:
+            raise TypeError(f"sampler_state holds half of a surrogate pair, which JSON does not carry faithfully. {_ADVICE}") from error
 
     def decode(self) -> Any:
         """A fresh copy of the value.
@@ -64,12 +67,19 @@ def same_value(a: Any, b: Any) -> bool:
     if isinstance(a, EncodedState):
         if a == b:
             return True
-        return a.codec == b.codec == "json" and same_value(a.decode(), b.decode())
+        return a.codec == b.codec == "json" and _same_json(a, b)
     return bool(a == b)
 
 
+def _same_json(a: EncodedState, b: EncodedState) -> bool:
+    try:
+        return same_value(a.decode(), b.decode())
+    except ValueError:  # a worker's bytes are not JSON
+        return False
+
+
 def _require_json(value: Any, place: str) -> None:
-    if value is None or isinstance(value, bool | str) or type(value) is int:
+    if value is None or type(value) in (bool, str, int):
         return
     if type(value) is float and math.isfinite(value):
         return

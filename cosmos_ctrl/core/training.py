@@ -33,15 +33,24 @@ class Training:
         lifecycle: Lifecycle,
         *,
         resumed_steps: int | None,
+        lineage_remaining: int,
+        can_give: Callable[[], bool],
         clock: Callable[[], float],
         new_id: Callable[[], str],
         publish: Callable[[Save], None],
     ) -> None:
-        """`resumed_steps` is None for a fresh run; `publish` starts the commit of a complete save."""
+        """
+        Args:
+            resumed_steps: None for a fresh run.
+            lineage_remaining: what the budget holds beyond everything that the lineage had issued before this execution.
+            can_give: whether a worker that asks now could be given something.
+            publish: starts the commit of a complete save.
+        """
         self._policy, self._identity, self._log = policy, identity, log
         self._ledger, self._rollouts, self._lifecycle = ledger, rollouts, lifecycle
         self._clock, self._new_id, self._publish = clock, new_id, publish
         self._saved_steps = resumed_steps
+        self._lineage_remaining, self._can_give = lineage_remaining, can_give
         # A legacy controller publishes nothing, so it asks for no save.
         self._saves = bool(identity.id)
         self.last_save: Save | None = None
@@ -63,12 +72,14 @@ class Training:
         """Form the next command, if there is one to form."""
         if not self._log.may_form:
             return
-        if self._lifecycle.ending is None and self._is_exhausted():
-            self._lifecycle.begin_ending("BUDGET_EXHAUSTED", "every completion of the budget is settled")
+        if self._lifecycle.ending is None:
+            if self._rollouts.drop_stale(self._log.steps):
+                self._lifecycle.touch()  # there is room, or work, for a worker that waits
+            if self._is_exhausted():
+                self._lifecycle.begin_ending("BUDGET_EXHAUSTED", "every completion of the budget is settled")
         if self._lifecycle.ending is not None:
             self._form_ending()
             return
-        self._rollouts.drop_stale(self._log.steps)
         rows = self._take_rows()
         if rows:
             command = Train(self._log.next_number, self._log.steps + 1, tuple(rows))
@@ -100,12 +111,11 @@ class Training:
         whole, ready = self._policy.groups_per_step, self._rollouts.ready_groups
         if ready >= whole:
             return self._rollouts.take(whole)
-        more_may_come = (
-            self._ledger.cursor.remaining_completions > 0 or self._rollouts.outstanding_groups > ready or ready == 0
-        )
-        if more_may_come:
+        if ready == 0 or self._rollouts.leased_groups or self._can_give():
             return []
-        if self._policy.tail == "train":
+        exhausted = self._ledger.cursor.remaining_completions == 0 and self._rollouts.outstanding_groups == ready
+        if self._policy.tail == "train" or not exhausted:
+            # The tail; or a limit keeps more from coming, and only a step makes room.
             return self._rollouts.take(ready)
         self._rollouts.drop_tail("tail")
         self.form()
@@ -121,14 +131,17 @@ class Training:
 
     def _form_save(self, *, final: bool) -> None:
         number, steps, checkpoint_id = self._log.next_number, self._log.steps, self._new_id()
+        boundary = self._ledger.snapshot()
+        # The model may hold completions that an earlier execution issued and this one has not come to again.
+        issued_to = min(self._ledger.cursor.remaining_completions, self._lineage_remaining)
         save = Save(
             number=number,
             checkpoint_id=checkpoint_id,
             path=f"checkpoints/e{self._identity.number:04d}-s{steps:08d}-{checkpoint_id[:8]}",
             steps=steps,
             updates=self._log.updates,
-            boundary=self._ledger.snapshot(),
-            window_completions=self._ledger.statistics().window_completions,
+            boundary=boundary,
+            window_completions=boundary.remaining_completions - issued_to,
             final=final,
             deadline=self._clock() + self._policy.save_timeout_s,
         )
@@ -185,13 +198,15 @@ class Training:
     def receive(self, save: Save, place: Place, receipts: tuple[ShardReceipt, ...], note: str) -> None:
         """A rank has made its artifacts durable; the last one starts publication."""
         if self._log.record_receipts(save, place, receipts, note):
+            save.deadline = self._clock() + self._policy.save_timeout_s
             self._publish(save)
             self._lifecycle.touch()
 
     def committed(self, save: Save, manifest_digest: str) -> None:
         """The save is visible and durable."""
         save.state, save.manifest_digest = "COMMITTED", manifest_digest
-        self.last_save = save
+        if self.last_save is None or self.last_save.steps <= save.steps:  # an asynchronous save may finish after a later one
+            self.last_save = save
         self._lifecycle.record("published", checkpoint=save.checkpoint_id, path=save.path, step=save.steps)
         self._lifecycle.touch()
         if self._lifecycle.ending is not None:
@@ -211,7 +226,10 @@ class Training:
 
     def abandon_overdue(self) -> None:
         """Give up saves past their deadline."""
-        now = self._clock()
+        now, why = self._clock(), f"not finished within {self._policy.save_timeout_s:.0f} s"
         for save in self._log.saves:
             if now > save.deadline and save.state == "PENDING":
-                self.abandon(save, f"not finished within {self._policy.save_timeout_s:.0f} s")
+                self.abandon(save, why)
+            elif now > save.deadline:
+                # Its manifest may yet become visible, so it can neither be abandoned nor waited for.
+                self._lifecycle.fail(f"the publication of the checkpoint of step {save.steps} was {why}")

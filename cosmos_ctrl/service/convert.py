@@ -25,6 +25,10 @@ from cosmos_ctrl.v1 import checkpoint_pb2, controller_service_pb2, reports_pb2
 
 _WORD = (1 << 64) - 1
 
+#: Most words of 64 completions in a group. A word is shifted to where it stands, so without a limit one number in a message
+#: would take gigabytes.
+_MOST_WORDS = 1 << 16
+
 _OUTCOMES: dict[int, Outcome] = {
     reports_pb2.OUTCOME_COMPLETED: "completed",
     reports_pb2.OUTCOME_DISCARDED: "discarded",
@@ -98,7 +102,12 @@ def metadata_from_message(message: checkpoint_pb2.ResumeMetadata) -> ControllerR
     owner = _OWNERS.get(message.sampling_owner)
     if owner is None:
         raise MalformedError(what=f"sampling owner {message.sampling_owner}")
+    state = EncodedState(message.sampler_state.data, message.sampler_state.codec)
+    if not state.codec:
+        raise MalformedError(what="no sampler state, or one without a codec")
     try:
+        if state.codec == "json":
+            state.decode()
         return ControllerResumeMetadata(
             schema_version=message.schema_version,
             checkpoint_path=message.checkpoint_path,
@@ -108,9 +117,9 @@ def metadata_from_message(message: checkpoint_pb2.ResumeMetadata) -> ControllerR
             remaining_completions=message.remaining_completions,
             epoch=message.epoch,
             sampling_owner=owner,
-            sampler_state=EncodedState(message.sampler_state.data, message.sampler_state.codec),
+            sampler_state=state,
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise MalformedError(what=str(error)) from error
 
 
@@ -189,6 +198,8 @@ def _report_from_message(message: reports_pb2.CompletionReport) -> CompletionRep
         words: Sequence[int] = block.words or [0] * len(block.groups)
         if not len(block.groups) == len(words) == len(block.masks):
             raise MalformedError(what=f"{len(words)} words and {len(block.masks)} masks for {len(block.groups)} groups")
+        if max(words, default=0) >= _MOST_WORDS:
+            raise MalformedError(what=f"word {max(words)}, at most {_MOST_WORDS - 1}")
         rows += [
             DisposedRow(group, mask << 64 * word, disposition, block.reason)
             for group, word, mask in zip(block.groups, words, block.masks, strict=True)

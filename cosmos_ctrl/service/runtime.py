@@ -1,8 +1,8 @@
 """The core in a running process: its effects performed, its clock ticked, its waiters woken.
 
 * The core is touched from the event loop only; disk work runs in a thread, one publication at a time.
-* Before a publication, and again after the manifest is visible and before anyone is told, the claims are read: a
-  superseded controller acknowledges nothing, and ends.
+* An execution that has failed begins no publication. Before one, and again after the manifest is visible and before anyone
+  is told, the claims are read: a superseded controller acknowledges nothing, and ends.
 """
 
 from __future__ import annotations
@@ -105,6 +105,10 @@ class Runtime:
         self.settle()
 
     async def _publish(self, save: Save) -> None:
+        failure = self.controller.lifecycle.failure
+        if failure is not None:
+            self.controller.publication_failed(save, failure)
+            return
         if self.store is None:
             error = StorageUnavailableError(path=save.path, operation="publish", cause="a legacy run has no store")
             self.controller.publication_failed(save, error)

@@ -6,7 +6,9 @@ Until the sampler is restored there is no core, and everything answers RESTORING
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from cosmos_ctrl.checkpoints.discovery import explain, list_checkpoints
@@ -15,6 +17,7 @@ from cosmos_ctrl.core.controller import Acknowledgement, Controller
 from cosmos_ctrl.core.errors import (
     CheckpointNotFoundError,
     MalformedError,
+    NotRegisteredError,
     RestoringError,
 )
 from cosmos_ctrl.core.leasing import LeaseReply
@@ -30,7 +33,7 @@ MAX_WAIT_S = 60.0
 #: Payload bytes in one response of FetchPayloads.
 PAYLOAD_CHUNK_BYTES = 4 << 20
 
-_DEFAULT_PAGE, _LARGEST_PAGE = 100, 1000
+_DEFAULT_PAGE, _LARGEST_PAGE, _LONGEST_TOKEN = 100, 1000, 20
 
 M = TypeVar("M")
 
@@ -82,9 +85,10 @@ class ControllerServicer(ControllerServiceServicer):
         """See the proto."""
         runtime = self._runtime
         while True:
-            seen = runtime.revisions.current
+            # Both before the message is handed over, which may take long: what ends meanwhile is the next message.
+            seen, last = runtime.revisions.current, self._core.lifecycle.over
             yield pb.WatchRunResponse(header=self._header(), state=self._state())
-            if self._core.lifecycle.over:
+            if last:
                 return
             await runtime.revisions.beyond(seen, MAX_WAIT_S)
 
@@ -125,6 +129,8 @@ class ControllerServicer(ControllerServiceServicer):
     async def RegisterWorker(self, request: pb.RegisterWorkerRequest, context: Any) -> pb.RegisterWorkerResponse:
         """See the proto."""
         core = self._core
+        if request.execution_id:
+            self._pass_fence(request.execution_id)
         worker = self._settled(lambda: core.register(request.execution_id, convert.worker_from_message(request)))
         return pb.RegisterWorkerResponse(
             header=self._header(),
@@ -137,14 +143,16 @@ class ControllerServicer(ControllerServiceServicer):
 
     async def SubmitReports(self, request: pb.SubmitReportsRequest, context: Any) -> pb.SubmitReportsResponse:
         """See the proto."""
-        return pb.SubmitReportsResponse(header=self._header(), ack=self._apply(request))
+        ack = self._apply(request)
+        return pb.SubmitReportsResponse(header=self._header(), ack=ack)
 
     async def StreamReports(
         self, request_iterator: AsyncIterator[pb.StreamReportsRequest], context: Any
     ) -> AsyncIterator[pb.StreamReportsResponse]:
         """See the proto."""
         async for request in request_iterator:
-            yield pb.StreamReportsResponse(header=self._header(), ack=self._apply(request))
+            ack = self._apply(request)
+            yield pb.StreamReportsResponse(header=self._header(), ack=ack)
 
     def _apply(self, request: pb.SubmitReportsRequest | pb.StreamReportsRequest) -> reports_pb2.ReportAck:
         core, identity = self._core, request.worker
@@ -245,18 +253,25 @@ class ControllerServicer(ControllerServiceServicer):
         core.hear(identity.execution_id, identity.session_id)
         fenced = (identity.execution_id, identity.session_id, request.command)
         kind = request.WhichOneof("outcome")
+        report: Callable[[], Save]
         if kind == "receipts":
             receipts = convert.receipts_from_message(request.receipts)
             note = convert.note_from_message(request.receipts)
-            save = self._settled(lambda: core.report_receipts(*fenced, receipts, note))
+            report = partial(core.report_receipts, *fenced, receipts, note)
         elif kind == "abandoned":
-            save = self._settled(lambda: core.report_abandoned(*fenced, request.abandoned.reason))
+            report = partial(core.report_abandoned, *fenced, request.abandoned.reason)
         elif kind == "committed":
-            save = self._settled(lambda: core.report_committed(*fenced, request.committed.checkpoint_path))
+            report = partial(core.report_committed, *fenced, request.committed.checkpoint_path)
         else:
             raise MalformedError(what="neither receipts nor abandoned nor committed")
-        # The last rank's answer comes after publication, which this waits for.
-        await self._runtime.until(lambda _: None if save.state == "PUBLISHING" else True, MAX_WAIT_S)
+
+        def attempt(last_call: bool) -> Save | None:
+            # The last rank's answer comes after publication. Saying the same again changes nothing, and hears of a failure.
+            save = report()
+            return save if last_call or save.state != "PUBLISHING" else None
+
+        save = await self._runtime.until(attempt, MAX_WAIT_S)
+        assert save is not None, "the last call always answers"
         return pb.ReportShardsResponse(
             header=self._header(),
             state=pb.SaveState.Value(f"SAVE_STATE_{save.state}"),
@@ -266,6 +281,7 @@ class ControllerServicer(ControllerServiceServicer):
     async def RequestStop(self, request: pb.RequestStopRequest, context: Any) -> pb.RequestStopResponse:
         """See the proto."""
         core, identity = self._core, request.worker
+        self._pass_fence(identity.execution_id)
         grace = convert.seconds(request.deadline) if request.HasField("deadline") else None
         reason = self._settled(
             lambda: core.request_stop(identity.execution_id, identity.session_id, request.reason, grace)
@@ -274,6 +290,11 @@ class ControllerServicer(ControllerServiceServicer):
         return pb.RequestStopResponse(header=self._header(), phase=phase, reason=reason)
 
     # -- parts
+
+    def _pass_fence(self, execution_id: str) -> None:
+        # For requests that may have no session: nothing else of them is looked at before.
+        with suppress(NotRegisteredError):
+            self._core.hear(execution_id, "")
 
     def _settled(self, event: Any) -> Any:
         try:
@@ -318,7 +339,7 @@ def _wait(message: Any) -> float:
 
 
 def _page(items: Any, size: int, token: str) -> tuple[Any, str]:
-    if token and not token.isdecimal():
+    if token and not (token.isdecimal() and len(token) < _LONGEST_TOKEN):
         raise MalformedError(what=f"page token {token!r}")
     start = int(token or 0)
     end = start + min(size or _DEFAULT_PAGE, _LARGEST_PAGE)

@@ -4,6 +4,8 @@
 * A status carries one ErrorInfo (our domain, the reason, the error's attributes as strings), so the client raises the same
   error with the same text. RESUME_MISMATCH carries a violation per key too, and retryable errors carry RetryInfo.
 * RESOURCE_EXHAUSTED and UNAVAILABLE also come from the library; what has no ErrorInfo of our domain is not one of ours.
+* A status travels in HTTP/2 trailers, which the library limits to 8 KiB and answers with RESOURCE_EXHAUSTED beyond: an error
+  that is longer (a thousand missing ranks, a path of the operator's) is sent with its attributes cut.
 """
 
 from __future__ import annotations
@@ -59,9 +61,13 @@ CODES: dict[type[ControlError], grpc.StatusCode] = {
 #: How long a client waits at least before it asks again, in seconds.
 RETRY_DELAY_S = 0.2
 
+#: Most bytes of an error's attributes. The trailers hold them twice, once escaped to up to three times the size.
+_MOST_ATTRIBUTE_BYTES = 1024
+
 
 def to_status(error: ControlError) -> grpc.Status:
     """The status that carries `error`, for ``context.abort_with_status``."""
+    error = _fitting(error)
     info = error_details_pb2.ErrorInfo(
         reason=error.reason,
         domain=DOMAIN,
@@ -80,7 +86,7 @@ def to_status(error: ControlError) -> grpc.Status:
         details.append(_packed(error_details_pb2.PreconditionFailure(violations=violations)))
     code = CODES[type(error)]
     status: grpc.Status = rpc_status.to_status(
-        status_pb2.Status(code=code.value[0], message=str(error), details=details)
+        status_pb2.Status(code=code.value[0], message=_encodable(str(error)), details=details)
     )
     return status
 
@@ -109,11 +115,40 @@ def _from_info(info: error_details_pb2.ErrorInfo) -> ControlError | None:
     known = {f.name: types[f.name] for f in fields(cls)}
     if not known.keys() <= info.metadata.keys():
         return None
-    return cls(**{name: _from_text(info.metadata[name], kind) for name, kind in known.items()})
+    try:
+        return cls(**{name: _from_text(info.metadata[name], kind) for name, kind in known.items()})
+    except ValueError:
+        return None
+
+
+def _fitting(error: ControlError) -> ControlError:
+    attributes, limit = error.attributes(), _MOST_ATTRIBUTE_BYTES
+    while sum(len(_to_text(value).encode()) for value in attributes.values()) > _MOST_ATTRIBUTE_BYTES:
+        attributes = {name: _cut(value, limit) for name, value in error.attributes().items()}
+        limit //= 2
+    return type(error)(**attributes)
+
+
+def _cut(value: Any, limit: int) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= limit else f"{value[:limit]}…"
+    if not isinstance(value, tuple):
+        return value
+    kept: list[str] = []
+    for item in value:
+        if sum(map(len, kept)) + len(item) > limit:
+            return (*kept, f"… and {len(value) - len(kept)} more")
+        kept.append(item)
+    return value
 
 
 def _to_text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, tuple) else str(value)
+    return json.dumps(value) if isinstance(value, tuple) else _encodable(str(value))
+
+
+def _encodable(text: str) -> str:
+    # A file's name may hold what UTF-8 does not.
+    return text.encode(errors="replace").decode()
 
 
 def _from_text(text: str, kind: Any) -> Any:

@@ -33,9 +33,8 @@ class Revisions:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
-            await asyncio.wait_for(waiter, timeout_s)
-        except asyncio.TimeoutError:
-            return False
+            # Not wait_for: before Python 3.12 it swallows a cancellation that arrives together with the result.
+            woken, _ = await asyncio.wait([waiter], timeout=timeout_s)
         finally:
             self._waiters.discard(waiter)
-        return True
+        return bool(woken)

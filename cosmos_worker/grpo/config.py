@@ -49,8 +49,8 @@ class GrpoSettings(BaseModel):
     """Distinct prompts in the bundled file."""
     steps: PositiveInt = 60
     """Training steps of a whole run."""
-    groups_per_step: PositiveInt = 64
-    n_generation: Annotated[int, Field(ge=2)] = 16
+    groups_per_step: PositiveInt = 96
+    n_generation: Annotated[int, Field(ge=2)] = 8
     """Completions per prompt group; advantages are relative to their mean, so one is not enough."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """Training steps that the sampling weights may be behind."""
@@ -73,7 +73,8 @@ class GrpoSettings(BaseModel):
     max_grad_norm: PositiveFloat = 1.0
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
 
-    warm_start_max_steps: Annotated[int, Field(ge=0)] = 1500
+    warm_start_max_steps: Annotated[int, Field(ge=0)] = 1200
+    """Supervised steps at most; 0 for no supervised phase."""
     warm_start_batch: PositiveInt = 64
     """Examples of one supervised step, over all ranks."""
     warm_start_learning_rate: PositiveFloat = 3e-3

@@ -87,7 +87,7 @@ class GrpoModel(nn.Module):
         self.final_norm = nn.LayerNorm(config.width)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02 if "out" not in name else 0.02 / math.sqrt(2 * config.layers))
+                nn.init.normal_(parameter, std=_initial_spread(name, config))
 
     def forward(
         self,
@@ -110,6 +110,11 @@ class GrpoModel(nn.Module):
         if cache is not None:
             cache.advance(tokens.shape[1])
         return functional.linear(self.final_norm(x), self.embedding.weight)
+
+
+def _initial_spread(name: str, config: GrpoModelConfig) -> float:
+    """Standard deviation of a matrix's first values: less for those that add to the residual stream."""
+    return 0.02 / math.sqrt(2 * config.layers) if "_out" in name else 0.02
 
 
 def policy_log_probs(logits: Tensor, temperature: float) -> Tensor:

@@ -72,6 +72,7 @@ def run_warm_start(
     accuracy = 0.0
     for step in range(1, settings.warm_start_max_steps + 1):
         batch = draw.choices(examples.train, k=settings.warm_start_batch)
+        # Rises, and never falls: weights that were annealed gain little from GRPO in as few steps as a demo has.
         optimizer.param_groups[0]["lr"] = settings.warm_start_learning_rate * min(1.0, step / 50)
         _supervised_update(model, parameters, optimizer, batch[rank::world_size], world_size)
         if step % settings.warm_start_check_every == 0 or step == settings.warm_start_max_steps:

@@ -141,6 +141,9 @@ class Worker:
         return ack
 
     def report(self, outcome: Any, *leases: tuple[Lease, int], **columns: Any) -> Acknowledgement:
+        if outcome == "completed":
+            resumed = self.house.controller.resumed
+            columns.setdefault("version", resumed.metadata.completed_training_steps if resumed else 0)
         return self.submit(rollouts=(rows(outcome, *leases, **columns),))
 
     def complete(self, *leases: Lease, **columns: Any) -> Acknowledgement:

@@ -5,6 +5,7 @@ confirmed. It runs on a thread and loop of its own, on a loopback port, and can 
 or without its memory. Tests wait on its state (`until`), never on time.
 """
 
+# ruff: noqa: ASYNC110  # its state changes on other threads, which an asyncio event does not see
 from __future__ import annotations
 
 import asyncio
@@ -55,9 +56,7 @@ class FakeController(ControllerServiceServicer):
     def __init__(self, execution_id: str = "exec-1", *, lease_time_s: float = 30.0) -> None:
         self.execution_id = execution_id
         self.lease_time_s = lease_time_s
-        self.limits = pb.Limits(
-            max_message_bytes=64 << 20, max_unacknowledged_batches=8, max_batch_completions=4096
-        )
+        self.limits = pb.Limits(max_message_bytes=64 << 20, max_unacknowledged_batches=8, max_batch_completions=4096)
         self.weights_announced = False
         self.processes: dict[str, Process] = {}
         self.holders: dict[tuple[Any, ...], str] = {}
@@ -71,9 +70,7 @@ class FakeController(ControllerServiceServicer):
         self.weights: reports_pb2.WeightAnnouncement | None = None
         self.no_more = False
         # Training
-        self.resume_state = pb.GetResumeStateResponse(
-            run="test", execution_number=1, phase=pb.PHASE_AWAITING_AGREEMENT
-        )
+        self.resume_state = pb.GetResumeStateResponse(run="test", execution_number=1, phase=pb.PHASE_AWAITING_AGREEMENT)
         self.ranks = 1
         self.confirmed: dict[str, pb.ConfirmResumeRequest] = {}
         self.commands: list[pb.NextCommandResponse] = []
@@ -331,9 +328,7 @@ class FakeController(ControllerServiceServicer):
         await self._wait(lambda: len(self.confirmed) >= self.ranks, request.wait)
         await self._end("ConfirmResume", context)
         agreed = len(self.confirmed) >= self.ranks
-        return pb.ConfirmResumeResponse(
-            header=self._header(), agreed=agreed, missing=[] if agreed else ["policy/1"]
-        )
+        return pb.ConfirmResumeResponse(header=self._header(), agreed=agreed, missing=[] if agreed else ["policy/1"])
 
     async def NextCommand(self, request: Any, context: Any) -> Any:
         await self._begin("NextCommand", context, request.worker)
@@ -369,9 +364,7 @@ class FakeController(ControllerServiceServicer):
 
 def group(number: int, completions: int = 4, *, lease: int | None = None, **fields: Any) -> pb.LeasedGroup:
     """A leased group with everything to generate."""
-    masks = [
-        (1 << min(64, completions - first)) - 1 for first in range(0, completions, 64)
-    ]
+    masks = [(1 << min(64, completions - first)) - 1 for first in range(0, completions, 64)]
     return pb.LeasedGroup(
         group=number,
         lease=100 + number if lease is None else lease,
@@ -412,7 +405,9 @@ def payloads(groups: dict[int, int]) -> pb.FetchPayloadsResponse:
     )
 
 
-def save(step: int, path: str = "checkpoints/e1-s1", *, updates: int = 0, final: bool = False) -> pb.NextCommandResponse:
+def save(
+    step: int, path: str = "checkpoints/e1-s1", *, updates: int = 0, final: bool = False
+) -> pb.NextCommandResponse:
     """A SAVE command."""
     return pb.NextCommandResponse(
         save=pb.SaveCommand(
@@ -429,9 +424,7 @@ def save(step: int, path: str = "checkpoints/e1-s1", *, updates: int = 0, final:
 
 def end(reason: Any = pb.END_REASON_BUDGET_EXHAUSTED, steps: int = 0, message: str = "") -> pb.NextCommandResponse:
     """An END command."""
-    return pb.NextCommandResponse(
-        end=pb.EndCommand(reason=reason, message=message, completed_training_steps=steps)
-    )
+    return pb.NextCommandResponse(end=pb.EndCommand(reason=reason, message=message, completed_training_steps=steps))
 
 
 def metadata(steps: int, path: str, *, updates: int = 0) -> checkpoint_pb2.ResumeMetadata:

@@ -1,0 +1,217 @@
+"""Checkpoint files against devices that write little, fail early, fail late, or lie."""
+
+# what is raised comes out of the worker's with statement, body and all
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import io
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from cosmos_worker import shards
+from cosmos_worker.errors import UsageError
+from cosmos_worker.shards import HashingFile, SystemCalls, make_directories, sync_directories
+
+
+class Device:
+    """System calls of the real kernel, some of which fail. Counts every one."""
+
+    def __init__(self, **faults):
+        self.faults = faults
+        self.counts: dict[str, int] = {}
+
+    def calls(self) -> SystemCalls:
+        return SystemCalls(
+            write=self._write,
+            fdatasync=lambda fd: self._do("fdatasync", os.fdatasync, fd),
+            fsync=lambda fd: self._do("fsync", os.fsync, fd),
+            close=lambda fd: self._do("close", os.close, fd),
+        )
+
+    def _do(self, name, real, *arguments):
+        self.counts[name] = self.counts.get(name, 0) + 1
+        fault = self.faults.get(name)
+        result = real(*arguments)
+        if isinstance(fault, tuple) and fault[0] == self.counts[name]:
+            raise OSError(fault[1], os.strerror(fault[1]))
+        return result
+
+    def _write(self, fd, data):
+        short = self.faults.get("short")
+        data = memoryview(data)[:short] if short else data
+        lie = self.faults.get("lie")
+        if lie:
+            self._do("write", lambda fd, data: os.write(fd, data[:-1]), fd, data)
+            return len(data)
+        return self._do("write", os.write, fd, data)
+
+
+def digest(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def test_the_digest_is_of_what_is_on_the_disk(tmp_path):
+    file = HashingFile(tmp_path / "a")
+    parts = [b"one", bytearray(b"two"), memoryview(b"three")]
+    assert [file.write(part) for part in parts] == [3, 3, 5]
+    assert file.tell() == 11
+    file.close()
+    file.close()
+    assert (tmp_path / "a").read_bytes() == b"onetwothree"
+    assert (file.result.size_bytes, file.result.digest) == (11, digest(b"onetwothree"))
+    with pytest.raises(ValueError, match="closed"):
+        file.write(b"x")
+
+
+def test_short_writes_are_completed(tmp_path):
+    device = Device(short=7)
+    data = os.urandom(1000)
+    with HashingFile(tmp_path / "a", calls=device.calls()) as file:
+        file.write(data)
+    assert (tmp_path / "a").read_bytes() == data
+    assert file.result.digest == digest(data)
+    assert device.counts["write"] == 143
+
+
+def test_a_device_that_lies_about_writes_is_caught_before_anyone_is_told(tmp_path):
+    file = HashingFile(tmp_path / "a", calls=Device(lie=True).calls())
+    file.write(b"x" * 100)
+    with pytest.raises(OSError, match="99 bytes after 100"):
+        file.close()
+    with pytest.raises(OSError, match="99 bytes"):
+        _ = file.result
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failed_write_surfaces_as_itself_and_is_not_synced(tmp_path, code):
+    device = Device(write=(2, code))
+    file = HashingFile(tmp_path / "a", calls=device.calls())
+    file.write(b"x")
+    with pytest.raises(OSError) as caught:  # noqa: PT011  # the number is what counts
+        file.write(b"y")
+    assert caught.value.errno == code
+    for again in (lambda: file.write(b"z"), file.close, lambda: file.result):
+        with pytest.raises(OSError) as later:  # noqa: PT011
+            again()
+        assert later.value is caught.value
+    assert "fsync" not in device.counts
+    assert device.counts["close"] == 1
+
+
+@pytest.mark.parametrize("call", ["fsync", "close"])
+def test_a_failed_sync_or_close_is_final(tmp_path, call):
+    device = Device(**{call: (1, errno.EIO)})
+    file = HashingFile(tmp_path / "a", calls=device.calls())
+    file.write(b"x")
+    for _ in range(3):
+        with pytest.raises(OSError, match="Input/output"):
+            file.close()
+    assert device.counts["fsync"] == 1
+    with pytest.raises(OSError, match="Input/output"):
+        _ = file.result
+
+
+def test_a_failed_write_back_poisons_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "WRITE_BACK_BYTES", 4)
+    failed = threading.Event()
+    device = Device(fdatasync=(1, errno.EIO))
+    calls = device.calls()
+
+    def fdatasync(fd):
+        try:
+            calls.fdatasync(fd)
+        finally:
+            failed.set()
+
+    file = HashingFile(tmp_path / "a", calls=dataclasses.replace(calls, fdatasync=fdatasync))
+    file.write(b"12345")
+    assert failed.wait(10)
+    with pytest.raises(OSError, match="Input/output"):
+        file.close()
+    assert "fsync" not in device.counts
+    assert device.counts["fdatasync"] == 1
+
+
+def test_write_back_starts_early(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "WRITE_BACK_BYTES", 10)
+    started = threading.Event()
+    device = Device()
+    calls = device.calls()
+
+    def fdatasync(fd):
+        started.set()
+        calls.fdatasync(fd)
+
+    with HashingFile(tmp_path / "a", calls=dataclasses.replace(calls, fdatasync=fdatasync)) as file:
+        file.write(b"1234567890")
+        # Before the file is closed, and without being asked.
+        assert started.wait(10)
+        for _ in range(98):
+            file.write(b"12345")
+    assert 1 <= device.counts["fdatasync"] <= 50
+    assert file.result.size_bytes == 500
+
+
+def test_an_unclosed_file_is_not_made_durable(tmp_path):
+    device = Device()
+    file = HashingFile(tmp_path / "a", calls=device.calls())
+    file.write(b"x")
+    with pytest.raises(UsageError):
+        _ = file.result
+    del file
+    assert "fsync" not in device.counts
+    assert device.counts["close"] == 1
+
+
+def test_nothing_is_overwritten_and_no_link_is_followed(tmp_path):
+    (tmp_path / "a").write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        HashingFile(tmp_path / "a")
+    (tmp_path / "b").symlink_to(tmp_path / "c")
+    with pytest.raises(OSError):  # noqa: PT011  # EEXIST or ELOOP, by system
+        HashingFile(tmp_path / "b")
+    assert not (tmp_path / "c").exists()
+
+
+def test_text_and_pickles_fit(tmp_path):
+    file = HashingFile(tmp_path / "a")
+    text = io.TextIOWrapper(file, encoding="utf-8")
+    text.write("grüße")
+    text.close()
+    assert (tmp_path / "a").read_text() == "grüße"
+
+
+def test_directories_are_synced_from_the_deepest_up(tmp_path):
+    top = tmp_path / "run"
+    top.mkdir()
+    deep = top / "checkpoints" / "x" / "policy-0"
+    make_directories(deep, top=top)
+    synced = []
+
+    def fsync(fd):
+        synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+        os.fsync(fd)
+
+    sync_directories({deep, deep / ".." / "policy-0"} & {deep}, top=top, fsync=fsync)
+    assert synced == [str(path) for path in (deep, deep.parent, deep.parent.parent, top)]
+
+
+def test_a_run_that_is_mounted_elsewhere_is_not_made_up(tmp_path):
+    with pytest.raises(FileNotFoundError, match="COSMOS_CTRL_RUN_DIR"):
+        make_directories(tmp_path / "run" / "a", top=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_torch_saves_into_it(tmp_path):
+    torch = pytest.importorskip("torch")
+    state = {"w": torch.arange(100_000), "step": 3}
+    with HashingFile(tmp_path / "a", calls=Device(short=4096).calls()) as file:
+        torch.save(state, file)
+    assert file.result.digest == digest((tmp_path / "a").read_bytes())
+    loaded = torch.load(tmp_path / "a", weights_only=True)
+    assert torch.equal(loaded["w"], state["w"])
