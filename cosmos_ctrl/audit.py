@@ -169,7 +169,10 @@ def audit(run: Path) -> RunReport:
     paths = sorted((run / "executions").glob("*.jsonl"))
     if not paths:
         raise ValueError(f"{run} has no journals; set run.journal = true before the run")
-    return audit_journals([read_journal(path) for path in paths])
+    try:
+        return audit_journals([read_journal(path) for path in paths])
+    except KeyError as error:
+        raise ValueError(f"the journals of {run} do not fit together: there is no {error}") from error
 
 
 def audit_journals(journals: Sequence[Iterable[dict[str, Any]]]) -> RunReport:

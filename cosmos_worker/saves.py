@@ -2,6 +2,7 @@
 
 * Exactly the declared artifacts are written, each once, into this rank's own folder of the command's fresh directory.
 * Receipts are sent when every file and every directory name is durable, and not before; they list the rank's whole set.
+* An application that commits checkpoints in its own format says so instead (`Save.committed`), on one rank.
 * Whatever goes wrong before that abandons the save at the controller, and comes to the user as it was: nothing is published.
 """
 
@@ -69,6 +70,7 @@ class Save:
         self._calls = calls or SystemCalls()
         self._files: dict[str, HashingFile] = {}
         self._note = ""
+        self._committed_at = ""
         self._open = False
 
     def open(self, name: str) -> IO[bytes]:
@@ -103,6 +105,21 @@ class Save:
             raise UsageError(f"an application note has at most {MAX_NOTE_BYTES} bytes, not {len(text.encode())}")
         self._note = text if self._place.leader else ""
 
+    def committed(self, checkpoint_path: str) -> None:
+        """The application has committed this checkpoint in its own format (``checkpoints.owner = "application"``).
+
+        Args:
+            checkpoint_path: where it lies, for the adapter's ``load_metadata`` to find. `command.metadata` is what to keep with it.
+
+        Raises:
+            UsageError: it is empty, or this rank has declared artifacts of its own.
+        """
+        if not checkpoint_path:
+            raise UsageError("committed() needs the checkpoint's path")
+        if self._place.names:
+            raise UsageError("a rank that commits in the application's own format declares no artifacts (artifacts=())")
+        self._committed_at = checkpoint_path
+
     def __enter__(self) -> Self:
         self._open = True
         return self
@@ -119,10 +136,11 @@ class Save:
         except BaseException as failure:
             self._abandon(failure)
             raise
-        request = pb.ReportShardsRequest(
-            command=self.command.number,
-            receipts=pb.ShardReceipts(receipts=receipts, application_note=self._note),
-        )
+        request = pb.ReportShardsRequest(command=self.command.number)
+        if self._committed_at:
+            request.committed.checkpoint_path = self._committed_at
+        else:
+            request.receipts.CopyFrom(pb.ShardReceipts(receipts=receipts, application_note=self._note))
         response = self._report(request)
         self.state = pb.SaveState.Name(response.state).removeprefix("SAVE_STATE_")
         self.manifest_digest = response.manifest_digest

@@ -72,8 +72,10 @@ class ControllerProcess:
         flags = ["-O"] if optimized else []
         environment = os.environ | {"GRPC_VERBOSITY": "NONE"}
         self.process = subprocess.Popen(
-            [sys.executable, *flags, "-m", "cosmos_ctrl.cli", "serve"]
-            + ["--config", str(config), "--ready-file", str(self.ready_file)],
+            [
+                *(sys.executable, *flags, "-m", "cosmos_ctrl.cli", "serve"),
+                *("--config", str(config), "--ready-file", str(self.ready_file)),
+            ],
             stdout=self._log,
             stderr=self._log,
             env=environment,
@@ -172,9 +174,7 @@ class Worker:
             ),
             timeout=DEADLINE_S,
         )
-        self.identity = pb.WorkerIdentity(
-            execution_id=response.header.execution_id, session_id=response.session_id
-        )
+        self.identity = pb.WorkerIdentity(execution_id=response.header.execution_id, session_id=response.session_id)
 
     def confirmation(self, **overrides: Any) -> pb.ConfirmResumeRequest:
         state = self.controller.state()
@@ -224,9 +224,7 @@ class Worker:
         return self.stub.NextCommand(request, timeout=DEADLINE_S)
 
     def complete(self, number: int, train: pb.TrainCommand) -> None:
-        report = reports_pb2.CompletionReport(
-            command=number, completed_training_step=train.step, optimizer_updates=1
-        )
+        report = reports_pb2.CompletionReport(command=number, completed_training_step=train.step, optimizer_updates=1)
         if self.rank == 0:
             report.rows.add(
                 disposition=reports_pb2.DISPOSITION_TRAINED, groups=train.groups, words=train.words, masks=train.masks

@@ -119,7 +119,7 @@ WRONG = [
     ("train", "trainers", "3", "3", "dictionary"),
     ("train", "resume", "5", "5", "boolean"),
     ("train", "resume", '""', "''", "at least 1 character"),
-    ("train", "stop_grace_s", "nan", "nan", "greater than 0"),
+    ("train", "stop_grace_s", "nan", "nan", "less than or equal"),
     ("rollout", "n_generation", "0", "0", "greater than or equal to 1"),
     ("rollout", "on_stale", '"keep"', "'keep'", "'discard' or 'regenerate'"),
     ("rollout", "poison_limit", "0", "0", "greater than or equal to 1"),
@@ -154,7 +154,12 @@ def test_every_problem_is_named_at_once():
     with pytest.raises(ConfigurationError) as caught:
         load('[server]\nport = "x"\nhots = 1\n[train]\ngroups_per_step = 0\n[extra]\na = 1\n')
     assert len(caught.value.problems) == 4
-    for part in ("server.port = 'x'", "server.hots = 1: no such key", "train.groups_per_step = 0", "extra = {'a': 1}: no such key"):
+    for part in (
+        "server.port = 'x'",
+        "server.hots = 1: no such key",
+        "train.groups_per_step = 0",
+        "extra = {'a': 1}: no such key",
+    ):
         assert part in str(caught.value)
 
 
@@ -219,7 +224,9 @@ def test_a_wrong_value_in_the_environment_names_its_key():
         load("", {"COSMOS_CTRL__SERVER__PROT": "1"})
 
 
-@pytest.mark.parametrize("name", ["COSMOS_CTRL__", "COSMOS_CTRL__SERVER", "COSMOS_CTRL__SERVER__", "COSMOS_CTRL____PORT"])
+@pytest.mark.parametrize(
+    "name", ["COSMOS_CTRL__", "COSMOS_CTRL__SERVER", "COSMOS_CTRL__SERVER__", "COSMOS_CTRL____PORT"]
+)
 def test_a_variable_that_names_no_key_is_refused(name):
     with pytest.raises(ConfigurationError, match="SECTION__KEY"):
         load("", {name: "1"})
@@ -244,7 +251,9 @@ def test_a_configuration_is_frozen():
 
 def test_compatibility_and_application_are_kept_as_they_are():
     values = {"text": "ä", "list": [1, 2.5, True, {"x": "y"}], "none": {}}
-    lines = "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False).replace(': ', ' = ')}" for key, value in values.items())
+    lines = "\n".join(
+        f"{key} = {json.dumps(value, ensure_ascii=False).replace(': ', ' = ')}" for key, value in values.items()
+    )
     config = load(f"[application]\n{lines}\n[checkpoints.compatibility]\n{lines}\n")
     assert config.application == config.checkpoints.compatibility == values
 

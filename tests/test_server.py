@@ -305,9 +305,7 @@ def test_another_dataset_is_refused_by_name(tmp_path, trained):
 def test_a_mismatch_reaches_every_rank_and_the_process_says_so(tmp_path, trained, optimized):
     with serving(go_on(trained, tmp_path, server={"linger_s": 1.0}), optimized=optimized) as controller:
         first, second = (Worker(controller, pb.ROLE_TRAINER, rank, 2) for rank in range(2))
-        waiting = controller.stub.ConfirmResume.future(
-            first.confirmation(wait={"seconds": 50}), timeout=DEADLINE_S
-        )
+        waiting = controller.stub.ConfirmResume.future(first.confirmation(wait={"seconds": 50}), timeout=DEADLINE_S)
         while first.confirm().missing != ["trainer policy/1"]:
             pass
         own = refused(lambda: second.confirm(completed_training_steps=0))
@@ -349,7 +347,7 @@ def checkpoint_verdict(name: str) -> int:
 
 
 def test_a_superseded_controller_acknowledges_nothing(tmp_path):
-    with serving(write_config(tmp_path, server={"linger_s": 2.0})) as controller:
+    with serving(write_config(tmp_path, server={"linger_s": 0.5})) as controller:
         workers = Workers(controller)
         workers.step()
         command = workers.trainers[0].next(2).save

@@ -224,7 +224,9 @@ class Rollouts:
             raise UnknownWorkError(what=f"lease {lease}")
         group = self._groups.get(token)
         if group is not None and 64 * word + bits.bit_length() > group.size:
-            raise UnknownWorkError(what=f"completions {bits:#x} of word {word} of group {token}, which has {group.size}")
+            raise UnknownWorkError(
+                what=f"completions {bits:#x} of word {word} of group {token}, which has {group.size}"
+            )
 
     def refuses(self, token: int, lease: int, worker: Incarnation) -> Refusal | None:
         """Why a whole row is refused by itself; None if it is not."""

@@ -38,7 +38,9 @@ class EncodedState:
         try:
             return cls(text.encode(), "json")
         except UnicodeEncodeError as error:
-            raise TypeError(f"sampler_state holds half of a surrogate pair, which JSON does not carry faithfully. {_ADVICE}") from error
+            raise TypeError(
+                f"sampler_state holds half of a surrogate pair, which JSON does not carry faithfully. {_ADVICE}"
+            ) from error
 
     def decode(self) -> Any:
         """A fresh copy of the value.

@@ -205,7 +205,8 @@ class Training:
     def committed(self, save: Save, manifest_digest: str) -> None:
         """The save is visible and durable."""
         save.state, save.manifest_digest = "COMMITTED", manifest_digest
-        if self.last_save is None or self.last_save.steps <= save.steps:  # an asynchronous save may finish after a later one
+        # An asynchronous save may finish after a later one.
+        if self.last_save is None or self.last_save.steps <= save.steps:
             self.last_save = save
         self._lifecycle.record("published", checkpoint=save.checkpoint_id, path=save.path, step=save.steps)
         self._lifecycle.touch()

@@ -10,6 +10,7 @@ The objective is that of DeepSeekMath (arXiv:2402.03300); see `objective`.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +128,10 @@ class Learner:
             totals = self._update(samples)
             updates += totals[0] > 0
             sums = [a + b for a, b in zip(sums, totals, strict=True)]
-        parts.scheduler.step()
+        with warnings.catch_warnings():
+            # torch takes a first step that has nothing to update for a wrong order of calls.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            parts.scheduler.step()
         parts.steps += 1
         parts.updates += updates
         return StepResult(

@@ -15,8 +15,8 @@ from cosmos_ctrl.core.agreement import Restored, Resumed
 from cosmos_ctrl.core.commands import Command, CompletionReport, DisposedRow, Save, ShardReceipt, Train
 from cosmos_ctrl.core.controller import Acknowledgement, Controller, Publish
 from cosmos_ctrl.core.execution import ExecutionIdentity, Place, WorkerInfo
-from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.leasing import LeaseReply
+from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.policy import RunPolicy
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
 from cosmos_ctrl.core.rollouts import Lease
@@ -133,7 +133,9 @@ class Worker:
     def submit(self, *, number: int | None = None, digest: bytes | None = None, **parts: Any) -> Acknowledgement:
         """The next batch, or `number` again."""
         number = self.batches + 1 if number is None else number
-        digest = hashlib.blake2b(repr(sorted(parts.items())).encode(), digest_size=8).digest() if digest is None else digest
+        digest = (
+            hashlib.blake2b(repr(sorted(parts.items())).encode(), digest_size=8).digest() if digest is None else digest
+        )
         batch = Batch(number=number, digest=digest, **parts)
         ack = self.house.controller.submit(self.execution, self.session, self.batches, self.confirmed_notices, batch)
         self.batches = max(self.batches, number)
@@ -252,7 +254,11 @@ class House:
         self.sampler = sampler or SeekableSampler(prompts, shuffle=False)
         sampling = Sampling(self.sampler, batch_sampler, prompt_of=prompt_of, completions_per_prompt=n)
         start: SamplingBoundary
-        start = sampling.start(prompts * n if budget is None else budget) if resumed is None else sampling.restore(LoadState(), resumed.metadata)
+        start = (
+            sampling.start(prompts * n if budget is None else budget)
+            if resumed is None
+            else sampling.restore(LoadState(), resumed.metadata)
+        )
         self._incarnations = itertools.count(number * 1000)
         self.controller = Controller(
             make_policy(**overrides),
@@ -267,7 +273,9 @@ class House:
 
     def worker(self, place: Place, **overrides: Any) -> Worker:
         incarnation = f"{next(self._incarnations):032x}"
-        return Worker(self, replace(WorkerInfo(place=place, incarnation=incarnation, world_size=place.rank + 1), **overrides))
+        return Worker(
+            self, replace(WorkerInfo(place=place, incarnation=incarnation, world_size=place.rank + 1), **overrides)
+        )
 
     def trainer(self, rank: int = 0, group: str = "policy", **overrides: Any) -> Worker:
         return self.worker(Place("trainer", group, 0, rank), **overrides)
@@ -298,7 +306,9 @@ class House:
         )
 
     def reasons(self) -> list[str]:
-        return [values["reason"] for event, values in self.events if event == "settle" and values["outcome"] == "discarded"]
+        return [
+            values["reason"] for event, values in self.events if event == "settle" and values["outcome"] == "discarded"
+        ]
 
 
 def resume_from(save: Save, *, number: int = 2, **overrides: Any) -> House:

@@ -21,7 +21,11 @@ from cosmos_ctrl.core.errors import (
 from cosmos_ctrl.core.execution import Place
 from cosmos_ctrl.core.ledger import SamplingBoundary
 
-LEADER, SECOND, CRITIC = Place("trainer", "policy", 0, 0), Place("trainer", "policy", 0, 1), Place("trainer", "critic", 0, 0)
+LEADER, SECOND, CRITIC = (
+    Place("trainer", "policy", 0, 0),
+    Place("trainer", "policy", 0, 1),
+    Place("trainer", "critic", 0, 0),
+)
 RANKS = (LEADER, SECOND, CRITIC)
 ROWS = ((1, 0b11), (2, 0b01))
 TRAINED = (DisposedRow(1, 0b11, "trained"), DisposedRow(2, 0b01, "trained"))
@@ -55,7 +59,9 @@ def add_save(commands: CommandLog, **overrides: Any) -> Save:
 
 
 def report(command: Train, /, *, rows: tuple[DisposedRow, ...] = (), **overrides: Any) -> CompletionReport:
-    return CompletionReport(**{"command": command.number, "step": command.step, "optimizer_updates": 2, "rows": rows} | overrides)
+    return CompletionReport(
+        **{"command": command.number, "step": command.step, "optimizer_updates": 2, "rows": rows} | overrides
+    )
 
 
 def finish(commands: CommandLog, command: Train, order: tuple[Place, ...] = RANKS, updates: int = 2) -> Train | None:
@@ -179,7 +185,13 @@ def test_updates_may_be_none_and_differ_between_groups_only() -> None:
 
 @pytest.mark.parametrize(
     ("change", "what"),
-    [({"command": 2}, "command 2"), ({"command": 0}, "command 0"), ({"step": 2}, "step"), ({"step": 0}, "step"), ({"optimizer_updates": 3}, "updates")],
+    [
+        ({"command": 2}, "command 2"),
+        ({"command": 0}, "command 0"),
+        ({"step": 2}, "step"),
+        ({"step": 0}, "step"),
+        ({"optimizer_updates": 3}, "updates"),
+    ],
 )
 def test_g3_a_rank_that_diverges_is_a_wrong_step(change: dict[str, int], what: str) -> None:
     commands = log()
@@ -237,7 +249,11 @@ def test_g1_the_leader_names_every_completion_exactly_once(rows: tuple[DisposedR
 
 def test_the_leader_may_split_a_group() -> None:
     commands = log()
-    rows = (DisposedRow(1, 0b01, "returned"), DisposedRow(2, 0b01, "payload_lost"), DisposedRow(1, 0b10, "discarded", "dull"))
+    rows = (
+        DisposedRow(1, 0b01, "returned"),
+        DisposedRow(2, 0b01, "payload_lost"),
+        DisposedRow(1, 0b10, "discarded", "dull"),
+    )
     commands.check_report(LEADER, report(add_train(commands), rows=rows))
 
 

@@ -35,7 +35,9 @@ def calls(house: House, worker: Worker, execution: str) -> dict[str, Callable[[]
     """Every fenced call of the controller, under an execution ID."""
     core, session = house.controller, worker.session
     return {
-        "register": lambda: core.register(execution or "x", WorkerInfo(place=Place("rollout", "n", 9, 0), incarnation="f" * 32)),
+        "register": lambda: core.register(
+            execution or "x", WorkerInfo(place=Place("rollout", "n", 9, 0), incarnation="f" * 32)
+        ),
         "hear": lambda: core.hear(execution, session),
         "heartbeat": lambda: core.heartbeat(execution, session, 0, 0),
         "submit": lambda: core.submit(execution, session, 0, 0, BATCH),
@@ -379,7 +381,9 @@ def test_g10_an_enormous_word_of_a_retired_group_costs_nothing() -> None:
     worker = house.rollout()
     (lease,) = worker.lease()
     worker.report("discarded", (lease, lease.mask))
-    late = RolloutRows(outcome="returned", groups=[lease.group], leases=[lease.number], masks=[1], words=[(1 << 32) - 1])
+    late = RolloutRows(
+        outcome="returned", groups=[lease.group], leases=[lease.number], masks=[1], words=[(1 << 32) - 1]
+    )
     worker.submit(rollouts=(late,))
     assert worker.notices[-1] == RowRefused(2, 0, 0, "RETIRED", lease.group, (1 << 32) - 1, 1)
 
@@ -466,7 +470,10 @@ def test_a_command_reported_twice_in_one_batch_is_malformed() -> None:
     command = trainer.command(1)
     assert isinstance(command, Train)
     report = CompletionReport(
-        command=1, step=1, optimizer_updates=1, rows=tuple(DisposedRow(group, mask, "trained") for group, mask in command.rows)
+        command=1,
+        step=1,
+        optimizer_updates=1,
+        rows=tuple(DisposedRow(group, mask, "trained") for group, mask in command.rows),
     )
     with pytest.raises(MalformedError):
         trainer.submit(completions=(report, report))
@@ -604,7 +611,10 @@ def test_payloads_are_fetched_by_share_until_the_commit() -> None:
     assert isinstance(command, Train)
     core = house.controller
     shares = [core.payloads("execution-1", trainer.session, 1, None) for trainer in trainers]
-    assert [[found.group for found in share] for share in shares] == [[leases[0].group, leases[2].group], [leases[1].group]]
+    assert [[found.group for found in share] for share in shares] == [
+        [leases[0].group, leases[2].group],
+        [leases[1].group],
+    ]
     assert core.payloads("execution-1", trainers[0].session, 1, 1) == shares[1]
     assert [p.payload for p in shares[1][0].completions] == [f"{leases[1].group}:{i}".encode() for i in range(2)]
     with pytest.raises(UnknownWorkError):
@@ -671,7 +681,12 @@ def test_receipts_name_what_the_rank_declared() -> None:
     house, (trainer, _) = in_phase("RUNNING")
     save = trainer.command(2)
     assert isinstance(save, Save)
-    for change in ({"name": "other.pt"}, {"execution_id": "execution-0"}, {"completed_training_steps": 0}, {"size_bytes": 0}):
+    for change in (
+        {"name": "other.pt"},
+        {"execution_id": "execution-0"},
+        {"completed_training_steps": 0},
+        {"size_bytes": 0},
+    ):
         with pytest.raises(ControlError):
             trainer.saved(save, **change)
     assert save.state == "PENDING"

@@ -173,7 +173,12 @@ def test_g6_numbers_go_on_through_the_sessions_of_one_incarnation(workers: Worke
 
 
 def test_places_do_not_mix(workers: Workers) -> None:
-    places = [Place("rollout", "r", 0, 0), Place("rollout", "r", 1, 0), Place("rollout", "s", 0, 0), Place("trainer", "r", 0, 0)]
+    places = [
+        Place("rollout", "r", 0, 0),
+        Place("rollout", "r", 1, 0),
+        Place("rollout", "s", 0, 0),
+        Place("trainer", "r", 0, 0),
+    ]
     found = [workers.register(info(letter, place=place)).worker for letter, place in zip("abcd", places, strict=True)]
     assert len({id(worker) for worker in found}) == 4
     assert list(workers) == found

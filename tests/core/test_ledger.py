@@ -17,7 +17,9 @@ FIRST = 1001
 
 
 def boundary(remaining: int, *, epoch: int = 1, state: Any = None) -> SamplingBoundary:
-    return SamplingBoundary(epoch=epoch, sampler_state=[remaining] if state is None else state, remaining_completions=remaining)
+    return SamplingBoundary(
+        epoch=epoch, sampler_state=[remaining] if state is None else state, remaining_completions=remaining
+    )
 
 
 class DumbLedger:
@@ -29,7 +31,8 @@ class DumbLedger:
 
     def prefix(self) -> int:
         return next(
-            (at for at, (_, groups) in enumerate(self.draws) if not all(all(flags) for _, flags in groups)), len(self.draws)
+            (at for at, (_, groups) in enumerate(self.draws) if not all(all(flags) for _, flags in groups)),
+            len(self.draws),
         )
 
     def safe(self) -> SamplingBoundary:
@@ -60,7 +63,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.kept: list[tuple[SamplingBoundary, tuple[Any, ...]]] = []
         self.settled = 0
 
-    @rule(target=tokens, sizes=st.lists(st.integers(1, 70), min_size=1, max_size=3), new_epoch=st.booleans(), size=st.integers(0, 30))
+    @rule(
+        target=tokens,
+        sizes=st.lists(st.integers(1, 70), min_size=1, max_size=3),
+        new_epoch=st.booleans(),
+        size=st.integers(0, 30),
+    )
     def issue(self, sizes: list[int], new_epoch: bool, size: int) -> Any:
         cursor = self.real.cursor
         if sum(sizes) > cursor.remaining_completions:
@@ -131,7 +139,9 @@ class LedgerMachine(RuleBasedStateMachine):
         remaining = cursor.remaining_completions - 1
         if remaining < 1 or (fall and cursor.epoch == 1):
             return
-        after = boundary(remaining, epoch=cursor.epoch - 1) if fall else boundary(remaining + change, epoch=cursor.epoch)
+        after = (
+            boundary(remaining, epoch=cursor.epoch - 1) if fall else boundary(remaining + change, epoch=cursor.epoch)
+        )
         with pytest.raises(ValueError, match="epoch falls" if fall else "budget"):
             self.real.issue(after, 1)
 

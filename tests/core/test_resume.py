@@ -41,7 +41,8 @@ def test_g3_a_negative_count_is_refused(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "wrong"), [("epoch", 0), ("schema_version", 0), ("schema_version", 2), ("sampling_owner", "both"), ("sampling_owner", None)]
+    ("field", "wrong"),
+    [("epoch", 0), ("schema_version", 0), ("schema_version", 2), ("sampling_owner", "both"), ("sampling_owner", None)],
 )
 def test_g3_an_unknown_version_or_owner_is_refused(field: str, wrong: Any) -> None:
     with pytest.raises(ValueError, match=field):
@@ -129,4 +130,6 @@ def test_g3_fresh_is_a_value_of_its_own() -> None:
 
 
 def test_g3_equal_values_agree_whatever_the_order_of_a_states_keys() -> None:
-    check_agreement("rank 1", metadata(sampler_state={"a": 1, "b": 2}).values(), metadata(sampler_state={"b": 2, "a": 1}).values())
+    check_agreement(
+        "rank 1", metadata(sampler_state={"a": 1, "b": 2}).values(), metadata(sampler_state={"b": 2, "a": 1}).values()
+    )

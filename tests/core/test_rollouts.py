@@ -20,7 +20,8 @@ from cosmos_ctrl.core.sampling import Draw, Prompt
 
 def worker(replica: int = 0) -> Incarnation:
     return Incarnation(
-        WorkerInfo(place=Place("rollout", "r", replica, 0), incarnation=f"{replica:032x}"), BatchLog(max_unacknowledged=8)
+        WorkerInfo(place=Place("rollout", "r", replica, 0), incarnation=f"{replica:032x}"),
+        BatchLog(max_unacknowledged=8),
     )
 
 
@@ -29,7 +30,9 @@ def draw(*sizes: int) -> Draw:
     return Draw(tuple(Prompt(key=f"p{i}") for i in range(len(sizes))), sizes, after)
 
 
-def segment(mask: int, producer: Incarnation, *, version: int = 0, handles: bool = False, rewards: list[float] | None = None) -> Segment:
+def segment(
+    mask: int, producer: Incarnation, *, version: int = 0, handles: bool = False, rewards: list[float] | None = None
+) -> Segment:
     bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
     return Segment(
         reported=mask,
@@ -76,7 +79,11 @@ class RolloutsMachine(RuleBasedStateMachine):
     def begin(self, minimum: int, poison: int, stale: Any) -> None:
         self.clock = Clock()
         self.policy = make_policy(
-            min_completions_per_group=minimum, poison_limit=poison, max_staleness=1, on_stale=stale, lease_deadline_s=5.0
+            min_completions_per_group=minimum,
+            poison_limit=poison,
+            max_staleness=1,
+            on_stale=stale,
+            lease_deadline_s=5.0,
         )
         self.rollouts = Rollouts(self.policy, self.on_settle, self.clock)
         self.where: dict[tuple[int, int], str] = {}
@@ -113,11 +120,15 @@ class RolloutsMachine(RuleBasedStateMachine):
         tokens = range(self.next_token, self.next_token + len(sizes))
         self.next_token = tokens[-1] + 1
         self.rollouts.add(tokens, draw(*sizes))
-        self.where.update({(token, bit): "pending" for token, size in zip(tokens, sizes, strict=True) for bit in range(size)})
+        self.where.update(
+            {(token, bit): "pending" for token, size in zip(tokens, sizes, strict=True) for bit in range(size)}
+        )
 
     @rule(who=st.integers(0, 2), most=st.integers(1, 4))
     def lease(self, who: int, most: int) -> None:
-        waiting = sorted({token for (token, _), place in self.where.items() if place == "pending" and not self.is_out(token)})
+        waiting = sorted(
+            {token for (token, _), place in self.where.items() if place == "pending" and not self.is_out(token)}
+        )
         leases = self.rollouts.lease(self.workers[who], most)
         assert [lease.group for lease in leases] == waiting[:most], "not the oldest holes first"
         for lease in leases:
@@ -143,13 +154,17 @@ class RolloutsMachine(RuleBasedStateMachine):
         lease, holder = self.leases[data.draw(st.integers(0, len(self.leases) - 1))] if late else self.leases[-1]
         mask = data.draw(st.integers(1, (1 << lease.size) - 1))
         group = self.rollouts.group(lease.group)
-        before = None if group is None else (group.pending, group.leased, group.ready, group.training, len(group.segments))
+        before = (
+            None if group is None else (group.pending, group.leased, group.ready, group.training, len(group.segments))
+        )
         refusal = self.rollouts.refuses(lease.group, lease.number, holder)
         if refusal is not None:
             assert group is None or group.lease != lease.number or not group.leased or group.holder is not holder
             return
         assert group is not None
-        leased = sum(1 << bit for (token, bit), place in self.where.items() if token == lease.group and place == "leased")
+        leased = sum(
+            1 << bit for (token, bit), place in self.where.items() if token == lease.group and place == "leased"
+        )
         if what == "fail" and mask & leased and lease.number not in self.failed_leases:
             self.failed_leases.add(lease.number)
             self.failures[lease.group] += 1
@@ -191,7 +206,11 @@ class RolloutsMachine(RuleBasedStateMachine):
         self.clock.advance(seconds)
         overdue = [lease for lease, holder in self.leases if lease.group in holder.leases]
         before = {lease.group: self.rollouts.group(lease.group) for lease in overdue}
-        due = [token for token, group in before.items() if group and group.deadline is not None and group.deadline < self.clock.now]
+        due = [
+            token
+            for token, group in before.items()
+            if group and group.deadline is not None and group.deadline < self.clock.now
+        ]
         for token in due:
             self.lost(token)
         assert self.rollouts.expire_overdue() is bool(due)
@@ -219,7 +238,13 @@ class RolloutsMachine(RuleBasedStateMachine):
         parts: list[tuple[int, int, Any]] = []
         for token, mask in self.rows:
             for bit in self.bits(mask):
-                parts.append((token, 1 << bit, data.draw(st.sampled_from(["trained", "trained", "discarded", "returned", "payload_lost"]))))
+                parts.append(
+                    (
+                        token,
+                        1 << bit,
+                        data.draw(st.sampled_from(["trained", "trained", "discarded", "returned", "payload_lost"])),
+                    )
+                )
         for token, mask, disposition in data.draw(st.permutations(parts)):
             bit = mask.bit_length() - 1
             self.where[token, bit] = {"returned": "ready", "payload_lost": "pending"}.get(disposition, "training")
@@ -254,7 +279,11 @@ class RolloutsMachine(RuleBasedStateMachine):
         groups = self.groups()
         for (token, bit), place in self.where.items():
             group = groups.get(token)
-            found = [] if group is None else [n for n in ("pending", "leased", "ready", "training") if getattr(group, n) >> bit & 1]
+            found = (
+                []
+                if group is None
+                else [n for n in ("pending", "leased", "ready", "training") if getattr(group, n) >> bit & 1]
+            )
             assert found == ([] if place == "settled" else [place]), (token, bit)
 
     @invariant()
@@ -293,7 +322,11 @@ class RolloutsMachine(RuleBasedStateMachine):
         for member in self.workers:
             for notice in member.log.notices:
                 if isinstance(notice.content, PayloadsFreed):
-                    freed.update((str(member.place), token, bit) for token, mask in notice.content.rows for bit in self.bits(mask))
+                    freed.update(
+                        (str(member.place), token, bit)
+                        for token, mask in notice.content.rows
+                        for bit in self.bits(mask)
+                    )
         held: Counter[tuple[str, int, int]] = Counter()
         for group in self.groups().values():
             for part in group.segments:
@@ -345,7 +378,8 @@ def test_a_settled_group_is_retired_and_an_ended_worker_is_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "lease", "word", "bits"), [(0, 1, 0, 1), (3, 1, 0, 1), (1, 0, 0, 1), (1, 2, 0, 1), (1, 1, 0, 4), (1, 1, 1, 1), (1, 1, 1 << 32, 1)]
+    ("token", "lease", "word", "bits"),
+    [(0, 1, 0, 1), (3, 1, 0, 1), (1, 0, 0, 1), (1, 2, 0, 1), (1, 1, 0, 4), (1, 1, 1, 1), (1, 1, 1 << 32, 1)],
 )
 def test_what_was_never_given_is_unknown(token: int, lease: int, word: int, bits: int) -> None:
     table = Table(2, 2)

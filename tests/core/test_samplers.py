@@ -72,7 +72,9 @@ def test_the_order_never_changes_between_releases() -> None:
         ({"extra": 1}, ValueError),
     ],
 )
-def test_g1_a_state_that_names_other_prompts_is_refused_and_changes_nothing(change: dict[str, Any], error: type[Exception]) -> None:
+def test_g1_a_state_that_names_other_prompts_is_refused_and_changes_nothing(
+    change: dict[str, Any], error: type[Exception]
+) -> None:
     sampler = SeekableSampler(9, seed=0)
     sampler.set_epoch(3)
     next(iter(sampler))

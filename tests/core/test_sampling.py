@@ -51,7 +51,9 @@ class ProviderError(Exception):
 
 
 class RecordingAdapter:
-    def __init__(self, calls: Calls, found: Any, *, error: Exception | None = None, restore_error: Exception | None = None) -> None:
+    def __init__(
+        self, calls: Calls, found: Any, *, error: Exception | None = None, restore_error: Exception | None = None
+    ) -> None:
         self.calls, self.found, self.error, self.restore_error = calls, found, error, restore_error
 
     def load_metadata(self, config: Any) -> Any:
@@ -98,7 +100,9 @@ def build(calls: Calls, *, batch: int = 0, length: int = 4, n: int = 2) -> Sampl
     return Sampling(sampler, batches, prompt_of=lambda index: Prompt(key=str(index)), completions_per_prompt=n)
 
 
-def begin(calls: Calls, sampling: Sampling, adapter: RecordingAdapter, resume: Any, budget: int = 20) -> SamplingBoundary:
+def begin(
+    calls: Calls, sampling: Sampling, adapter: RecordingAdapter, resume: Any, budget: int = 20
+) -> SamplingBoundary:
     """As the server does it: the samplers exist; then this."""
     found = load_resume_metadata(adapter, Config(Train(resume)), owner=sampling.owner_name)
     return sampling.start(budget) if found is None else sampling.restore(adapter, found)
@@ -304,8 +308,16 @@ def test_the_budget_cuts_the_last_group_and_no_draw_exceeds_it(length: int, batc
     assert sizes[:-1] == [n] * (len(sizes) - 1)
 
 
-@given(length=st.integers(1, 6), batch=st.integers(0, 4), n=st.integers(1, 3), budget=st.integers(1, 40), cut=st.integers(0, 40))
-def test_g1_a_restore_at_any_draw_continues_as_if_nothing_had_happened(length: int, batch: int, n: int, budget: int, cut: int) -> None:
+@given(
+    length=st.integers(1, 6),
+    batch=st.integers(0, 4),
+    n=st.integers(1, 3),
+    budget=st.integers(1, 40),
+    cut=st.integers(0, 40),
+)
+def test_g1_a_restore_at_any_draw_continues_as_if_nothing_had_happened(
+    length: int, batch: int, n: int, budget: int, cut: int
+) -> None:
     def drain(sampling: Sampling, left: int, most: int) -> tuple[list[Any], SamplingBoundary | None]:
         found, after = [], None
         while left and len(found) < most:

@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from cosmos_ctrl.core.state import EncodedState, same_value
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
@@ -83,7 +87,8 @@ def test_a_long_state_is_not_spelled_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b"), [(True, 1), (1, 1.0), ("1", 1), ([1], (1,)), ({"a": True}, {"a": 1}), ([0], [False]), ({"a": 1}, {"a": 1, "b": 1})]
+    ("a", "b"),
+    [(True, 1), (1, 1.0), ("1", 1), ([1], (1,)), ({"a": True}, {"a": 1}), ([0], [False]), ({"a": 1}, {"a": 1, "b": 1})],
 )
 def test_equality_is_typed(a: Any, b: Any) -> None:
     assert not same_value(a, b)

@@ -174,8 +174,16 @@ def test_g9_payloads_larger_than_the_buffer_do_not_stop_the_run(max_buffered_byt
             run.rollout.complete(lease, payloads=[b"12345678"] * lease.mask.bit_count())
         command = run.next()
         if isinstance(command, Train):
-            rows = [DisposedRow(group, mask & 1, "payload_lost" if command.step == 1 else "trained") for group, mask in command.rows if mask & 1]
-            rows += [DisposedRow(group, mask & 2, "returned" if command.step == 2 else "trained") for group, mask in command.rows if mask & 2]
+            rows = [
+                DisposedRow(group, mask & 1, "payload_lost" if command.step == 1 else "trained")
+                for group, mask in command.rows
+                if mask & 1
+            ]
+            rows += [
+                DisposedRow(group, mask & 2, "returned" if command.step == 2 else "trained")
+                for group, mask in command.rows
+                if mask & 2
+            ]
             run.commit(command, rows)
         elif isinstance(command, Save):
             run.save(command)
@@ -468,7 +476,10 @@ def test_a_stop_of_a_run_that_is_over_changes_nothing() -> None:
     run.controller.stop("SIGTERM", 1.0)
     run.house.clock.advance(100)
     run.controller.tick()
-    assert (run.phase, run.controller.lifecycle.end) == ("ENDED", ("BUDGET_EXHAUSTED", "every completion of the budget is settled"))
+    assert (run.phase, run.controller.lifecycle.end) == (
+        "ENDED",
+        ("BUDGET_EXHAUSTED", "every completion of the budget is settled"),
+    )
 
 
 def test_g8_a_limit_is_hard_and_leaves_the_rest_unsettled() -> None:
@@ -544,10 +555,18 @@ def test_g8_a_restart_of_a_finished_run_does_nothing_and_says_so() -> None:
     assert house.controller.lifecycle.end == ("BUDGET_EXHAUSTED", "nothing to do: at step 2 with no budget left")
 
 
-@pytest.mark.xfail(reason="what is discarded after the last save is in no checkpoint: a restart generates it again", strict=True)
+@pytest.mark.xfail(
+    reason="what is discarded after the last save is in no checkpoint: a restart generates it again", strict=True
+)
 @pytest.mark.parametrize("how", ["tail", "discarded"])
 def test_g8_a_run_that_ends_with_discards_is_finished_for_its_restart_too(how: str) -> None:
-    run = Run(prompts=2, groups_per_step=1 if how == "discarded" else 2, save_every_steps=1, tail="discard", budget=3 if how == "discarded" else 6)
+    run = Run(
+        prompts=2,
+        groups_per_step=1 if how == "discarded" else 2,
+        save_every_steps=1,
+        tail="discard",
+        budget=3 if how == "discarded" else 6,
+    )
     run.step(1 if how == "discarded" else 2)
     last = run.next_save()
     run.save(last)
@@ -704,7 +723,13 @@ def test_nothing_settles_before_the_last_rank_has_reported(leader_first: bool) -
 
 def test_g1_every_prompt_is_settled_over_three_crashes_with_an_unsettled_window() -> None:
     """Window 4, batch 2, 24 prompts: the public report's shape."""
-    settings: dict[str, Any] = {"prompts": 24, "n": 1, "groups_per_step": 2, "save_every_steps": 1, "max_window_draws": 4}
+    settings: dict[str, Any] = {
+        "prompts": 24,
+        "n": 1,
+        "groups_per_step": 2,
+        "save_every_steps": 1,
+        "max_window_draws": 4,
+    }
     model: list[str] = []
     house, saved = House(**settings), []
     for crash in (True, True, True, False):

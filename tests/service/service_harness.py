@@ -11,8 +11,8 @@ import hashlib
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
@@ -63,6 +63,16 @@ async def refusal(awaitable: Awaitable[Any]) -> ControlError:
     return error
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns once the condition holds, within the deadline."""
+
+    async def poll() -> None:
+        while not condition():  # noqa: ASYNC110 - what is looked at has no event
+            await asyncio.sleep(0.001)
+
+    await soon(poll())
+
+
 def seconds(value: float) -> duration_pb2.Duration:
     return duration_pb2.Duration(seconds=int(value), nanos=int(value % 1 * 1e9))
 
@@ -85,14 +95,6 @@ class LoadState:
 
     def restore_sampler(self, sampler: Any, metadata: Any) -> None:
         sampler.load_state_dict(metadata.sampler_state)
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """How a request of each fenced RPC looks, whole and with a payload that means nothing."""
-
-    whole: Any
-    malformed: Any
 
 
 class House:
@@ -188,12 +190,7 @@ class House:
 
     async def until_waiting(self, calls: int) -> None:
         """Returns once so many calls wait for a change."""
-
-        async def poll() -> None:
-            while self.waiting < calls:
-                await asyncio.sleep(0)
-
-        await soon(poll())
+        await until(lambda: self.waiting >= calls)
 
     def snapshot(self) -> Any:
         """Everything that a refused request leaves as it was; the refusal counter apart."""
@@ -298,9 +295,7 @@ class Worker:
     def request(
         self, batch: reports_pb2.ReportBatch | None, *, acked: int = 0, notices: int = 0
     ) -> pb.SubmitReportsRequest:
-        return pb.SubmitReportsRequest(
-            worker=self.identity, acked_through=acked, notices_through=notices, batch=batch
-        )
+        return pb.SubmitReportsRequest(worker=self.identity, acked_through=acked, notices_through=notices, batch=batch)
 
     async def submit(
         self,
@@ -405,9 +400,7 @@ def metadata_message(metadata: Any) -> checkpoint_pb2.ResumeMetadata:
         remaining_completions=metadata.remaining_completions,
         epoch=metadata.epoch,
         sampling_owner=checkpoint_pb2.SAMPLING_OWNER_SAMPLER,
-        sampler_state=checkpoint_pb2.SamplerState(
-            data=metadata.encoded_state.data, codec=metadata.encoded_state.codec
-        ),
+        sampler_state=checkpoint_pb2.SamplerState(data=metadata.encoded_state.data, codec=metadata.encoded_state.codec),
     )
 
 

@@ -122,14 +122,19 @@ def test_fresh_is_a_value_of_its_own():
 @pytest.mark.parametrize("role", [0, 3, 99])
 def test_an_unknown_role_is_malformed(role):
     with pytest.raises(MalformedError, match="role"):
-        convert.worker_from_message(
-            pb.RegisterWorkerRequest(role=role, group="g", world_size=1, incarnation="0" * 32)
-        )
+        convert.worker_from_message(pb.RegisterWorkerRequest(role=role, group="g", world_size=1, incarnation="0" * 32))
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [{"group": ""}, {"incarnation": "0" * 31}, {"rank": 1}, {"world_size": 0}, {"dp_rank": 1}, {"dp_rank": 4, "dp_size": 4}],
+    [
+        {"group": ""},
+        {"incarnation": "0" * 31},
+        {"rank": 1},
+        {"world_size": 0},
+        {"dp_rank": 1},
+        {"dp_rank": 4, "dp_size": 4},
+    ],
     ids=str,
 )
 def test_an_impossible_worker_is_malformed(overrides):
@@ -299,7 +304,9 @@ def test_absent_payload_empty_payload_and_handle_are_told_apart():
 
 
 def test_a_group_larger_than_a_message_goes_on_in_the_next():
-    group = GroupPayloads(8, Prompt("key", "src", b"PP", "raw"), tuple(completion(i, bytes([i]) * 300) for i in range(10)))
+    group = GroupPayloads(
+        8, Prompt("key", "src", b"PP", "raw"), tuple(completion(i, bytes([i]) * 300) for i in range(10))
+    )
     chunks = list(convert.payload_messages([group], 1000))
     assert len(chunks) >= 4
     for (part,) in chunks:
@@ -341,7 +348,9 @@ def test_a_note_that_is_an_object_is_kept(note):
 
 
 @pytest.mark.parametrize(
-    "note", ["[]", "1", "null", '"x"', "{", "nonsense", '{"x": "%s"}' % ("y" * 65_536), '{"ä": "%s"}' % ("ü" * 33_000)], ids=len
+    "note",
+    ["[]", "1", "null", '"x"', "{", "nonsense", '{"x": "%s"}' % ("y" * 65_536), '{"ä": "%s"}' % ("ü" * 33_000)],
+    ids=len,
 )
 def test_any_other_note_is_malformed(note):
     with pytest.raises(MalformedError):

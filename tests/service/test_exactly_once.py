@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from service_harness import House, Worker, completed, deep, disposed, refusal, soon
+from service_harness import House, Worker, completed, deep, disposed, refusal, soon, until
 
 from cosmos_ctrl.core.errors import (
     AwaitingAgreementError,
@@ -21,8 +21,8 @@ from cosmos_ctrl.core.errors import (
     WindowFullError,
     WrongStepError,
 )
-from cosmos_ctrl.v1 import reports_pb2
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
+from cosmos_ctrl.v1 import reports_pb2
 
 RETURNED = reports_pb2.OUTCOME_RETURNED
 DISCARDED = reports_pb2.OUTCOME_DISCARDED
@@ -342,6 +342,18 @@ async def test_a_result_of_a_group_that_was_leased_again_is_lost_and_does_not_mi
     assert not (await second.submit(completed([new]))).notices
 
 
+async def test_a_late_result_of_ones_own_earlier_lease_is_lost_too(houses):
+    house, _, rollout = await running(houses)
+    (old,) = (await rollout.lease(1)).groups
+    await rollout.submit(disposed([old], RETURNED))
+    (new,) = (await rollout.lease(1)).groups
+    assert (new.group, new.lease > old.lease) == (old.group, True)
+    late = await rollout.submit(completed([old]))
+    assert late.notices[-1].refused.reason == reports_pb2.REFUSAL_REASON_LEASE_LOST
+    assert house.core.statistics().groups_ready == 0
+    assert not (await rollout.submit(completed([new]), notices=1)).notices
+
+
 async def test_the_window_of_unacknowledged_batches_is_bounded_and_moves(houses):
     house, _, rollout = await running(houses, max_unacknowledged_batches=2)
     for _ in range(2):
@@ -466,7 +478,7 @@ async def test_the_same_request_for_leases_gets_the_same_answer(houses):
 
 
 async def test_an_empty_answer_consumes_its_number_too(houses):
-    house, _, rollout = await running(houses, max_outstanding_groups=1)
+    _, _, rollout = await running(houses, max_outstanding_groups=1)
     await rollout.lease(1)
     assert not (await rollout.lease(1, number=2)).groups
     batch = completed((await rollout.lease(1, number=2)).groups)
@@ -482,8 +494,7 @@ async def test_a_lost_reply_to_a_long_request_draws_nothing_anew(houses):
     call = house.stub.LeasePrompts(
         pb.LeasePromptsRequest(worker=rollout.identity, number=1, max_groups=3, wait={"seconds": 5})
     )
-    while house.core.workers.of(rollout.session).lease_number == 0:
-        await asyncio.sleep(0.001)
+    await until(lambda: house.core.workers.of(rollout.session).lease_number == 1)
     call.cancel()
     issued = house.core.ledger.next_token
     again = await rollout.lease(3, number=1)
@@ -584,9 +595,7 @@ async def test_before_the_gate_no_command_is_given(houses):
 
 async def test_payloads_may_be_fetched_again_until_the_step_commits_and_every_share_is_whole(houses):
     house = await houses(ranks=2, groups_per_step=3, prompt_bytes=10)
-    workers = [
-        Worker(house, pb.ROLE_TRAINER, rank=rank, world=2, dp_rank=rank, dp_size=2) for rank in range(2)
-    ]
+    workers = [Worker(house, pb.ROLE_TRAINER, rank=rank, world=2, dp_rank=rank, dp_size=2) for rank in range(2)]
     for worker in workers:
         await worker.register()
         await worker.confirm()
@@ -599,7 +608,9 @@ async def test_payloads_may_be_fetched_again_until_the_step_commits_and_every_sh
 
     async def fetch(worker: Worker, **share: int) -> list[Any]:
         request = pb.FetchPayloadsRequest(worker=worker.identity, command=1, **share)
-        return [g for response in [r async for r in house.stub.FetchPayloads(request, timeout=10)] for g in response.groups]
+        return [
+            g for response in [r async for r in house.stub.FetchPayloads(request, timeout=10)] for g in response.groups
+        ]
 
     shares = [await fetch(worker) for worker in workers]
     assert shares[0] == await fetch(workers[0]) == await fetch(workers[1], dp_rank=0)
@@ -735,7 +746,7 @@ async def test_two_ranks_cannot_write_one_artifact(houses):
 
 
 async def test_the_first_reason_to_stop_wins(houses):
-    house, (trainer,), _ = await running(houses)
+    house, _, _ = await running(houses)
     identity = pb.WorkerIdentity(execution_id=house.core.identity.id)
     for reason in ("first", "second"):
         response = await soon(house.stub.RequestStop(pb.RequestStopRequest(worker=identity, reason=reason)))

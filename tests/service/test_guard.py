@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import grpc
 import grpc.aio
 import pytest
-from service_harness import DEADLINE_S, SERVICE, completed, refusal, soon
+from service_harness import DEADLINE_S, SERVICE, completed, refusal, soon, until
 
 from cosmos_ctrl.core.errors import InternalError, MalformedError, RestoringError
 from cosmos_ctrl.service.status import from_rpc_error
@@ -60,7 +59,9 @@ async def test_undecodable_bytes_are_malformed(houses, name, data):
 async def test_garbage_in_the_middle_of_a_stream_ends_it_and_what_was_acknowledged_before_stays(houses):
     house = await houses()
     rollout = await house.rollout()
-    call = house.channel.stream_stream(f"/{SERVICE}/StreamReports", response_deserializer=pb.StreamReportsResponse.FromString)()
+    call = house.channel.stream_stream(
+        f"/{SERVICE}/StreamReports", response_deserializer=pb.StreamReportsResponse.FromString
+    )()
     good = pb.StreamReportsRequest(worker=rollout.identity)
     good.batch.number = 1
     await soon(call.write(good.SerializeToString()))
@@ -133,11 +134,7 @@ async def test_a_cancelled_call_ends_its_handler_and_is_no_incident(houses, capl
     await house.until_waiting(1)
     call.cancel()
 
-    async def left() -> None:
-        while house.waiting:
-            await asyncio.sleep(0.001)
-
-    await soon(left())
+    await until(lambda: not house.waiting)
     assert house.core.workers.of(rollout.session).lease_number == 0
     assert not [record for record in caplog.records if "incident" in record.getMessage()]
 

@@ -238,7 +238,8 @@ async def test_an_unreachable_controller_is_none_of_ours():
         ),
         pytest.param(
             errors.ArtifactMissingError(
-                path="checkpoints/x", artifacts=tuple(f"layers/{number:05d}/shard.safetensors" for number in range(2000))
+                path="checkpoints/x",
+                artifacts=tuple(f"layers/{number:05d}/shard.safetensors" for number in range(2000)),
             ),
             id="two thousand missing artifacts",
         ),

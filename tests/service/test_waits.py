@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from service_harness import DEADLINE_S, House, Worker, completed, refusal, seconds, soon
+from service_harness import DEADLINE_S, House, Worker, completed, refusal, seconds, soon, until
 
 from cosmos_ctrl.checkpoints.claims import claim_execution
 from cosmos_ctrl.core.errors import (
@@ -19,8 +19,8 @@ from cosmos_ctrl.core.errors import (
 )
 from cosmos_ctrl.service import runtime as runtime_module
 from cosmos_ctrl.service import servicer as servicer_module
-from cosmos_ctrl.v1 import reports_pb2
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
+from cosmos_ctrl.v1 import reports_pb2
 
 WAITING = ["ConfirmResume", "LeasePrompts", "NextCommand"]
 
@@ -159,10 +159,13 @@ async def test_a_stopped_client_with_an_open_call_lapses(houses, name):
     await house.until_waiting(1)
     waits = scene.rollout if name == "LeasePrompts" else scene.trainers[0]
     everyone = [*scene.trainers, scene.rollout]
-    for _ in range(4):
+    for round_ in range(4):
         house.pass_time(2)
+        if house.core.lifecycle.failure is not None:
+            break
+        await house.rollout(replica=10 + round_)  # a change, for which the waiting call looks again
         for worker in everyone:
-            if worker is not waits and house.core.lifecycle.failure is None:
+            if worker is not waits:
                 await worker.submit()
     error = await refusal(call)
     place = next(worker for worker in house.core.workers if worker.info.incarnation == waits.incarnation)
@@ -349,7 +352,11 @@ async def test_a_controller_that_is_superseded_while_it_publishes_acknowledges_n
 
 @pytest.mark.parametrize(
     "error",
-    [StorageUnavailableError(path="p", operation="fsync", cause="EIO"), OSError(28, "No space left"), ValueError("what")],
+    [
+        StorageUnavailableError(path="p", operation="fsync", cause="EIO"),
+        OSError(28, "No space left"),
+        ValueError("what"),
+    ],
     ids=repr,
 )
 async def test_a_publication_that_fails_abandons_the_save_and_says_so(houses, monkeypatch, error):
@@ -378,8 +385,7 @@ async def test_what_failed_before_its_publication_began_is_not_published(houses)
     house, (_, second), save = await saving(houses)
     async with house.runtime._publishing:  # another publication is under way
         last = house.stub.ReportShards(second.shards(2, save))
-        while house.core.commands.save(2).state != "PUBLISHING":
-            await asyncio.sleep(0)
+        await until(lambda: house.core.commands.save(2).state == "PUBLISHING")
         house.core.fail("a second signal")
         house.runtime.settle()
     assert isinstance(await refusal(last), ExecutionEndedError)

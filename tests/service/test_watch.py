@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 import pytest
-from service_harness import DEADLINE_S, completed, refusal, soon
+from service_harness import DEADLINE_S, completed, refusal, soon, until
 
 from cosmos_ctrl.service.watch import Revisions
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
@@ -127,11 +127,7 @@ async def test_a_watcher_that_goes_away_is_forgotten(houses):
     await house.until_waiting(1)
     call.cancel()
 
-    async def forgotten() -> None:
-        while house.waiting:
-            await asyncio.sleep(0.001)
-
-    await soon(forgotten())
+    await until(lambda: not house.waiting)
 
 
 async def test_the_state_counts_what_happened(houses):

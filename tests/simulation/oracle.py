@@ -89,7 +89,9 @@ class Oracle:
         self.size_of: dict[int, int] = {}
         if parent is not None:
             beyond = sum(1 for completion in parent.model if completion >= self.start)
-            assert beyond <= parent.window, f"G2: {beyond} trained completions lie beyond the boundary, W is {parent.window}"
+            assert beyond <= parent.window, (
+                f"G2: {beyond} trained completions lie beyond the boundary, W is {parent.window}"
+            )
 
     # -- what happened
 
@@ -108,7 +110,9 @@ class Oracle:
         assert mask, "an empty settlement"
         assert mask < 1 << self.size_of[group]
         for completion in self.completions(group, mask):
-            assert completion not in self.settled, f"G6: completion {completion} settled twice ({self.settled[completion]}, {outcome})"
+            assert completion not in self.settled, (
+                f"G6: completion {completion} settled twice ({self.settled[completion]}, {outcome})"
+            )
             self.settled[completion] = outcome
             if outcome == "trained":
                 assert completion not in self.trained
