@@ -90,6 +90,8 @@ class TrainSection(_Section):
     """What becomes of groups that are too few for a whole step when the budget is exhausted."""
     stop_grace_s: _Seconds = 120.0
     """Time to finish in after a stop was requested."""
+    step_timeout_s: _Seconds = 3600.0
+    """Longest time between a TRAIN command and its last rank's report: a rank that hangs in a collective ends the execution."""
     gate_timeout_s: _Seconds = 600.0
     """Longest wait for all trainer ranks to confirm what they restored."""
     trainers: Annotated[dict[_Name, _Positive], Field(min_length=1)] = {"policy": 1}
@@ -225,6 +227,8 @@ class Config(_Section):
             gate_timeout_s=self.train.gate_timeout_s,
             save_timeout_s=self.checkpoints.save_timeout_s,
             stop_grace_s=self.train.stop_grace_s,
+            max_message_bytes=self.server.max_message_bytes,
+            step_timeout_s=self.train.step_timeout_s,
             max_workers=self.workers.max,
             max_unacknowledged_batches=self.workers.max_unacknowledged_batches,
             max_batch_completions=self.workers.max_batch_completions,

@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from grpc_reflection.v1alpha import reflection
 from cosmos_ctrl.checkpoints.adapter import ManifestAdapter
 from cosmos_ctrl.checkpoints.claims import claim_execution
 from cosmos_ctrl.checkpoints.discovery import list_checkpoints
+from cosmos_ctrl.checkpoints.names import check_artifact_names
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.config import Config
 from cosmos_ctrl.core.agreement import Resumed
@@ -162,7 +164,8 @@ async def serve(config: Config, application: Application, *, on_ready: Callable[
             _resumed(application.adapter, metadata),
             clock=time.monotonic,
             new_id=lambda: secrets.token_hex(16),
-            **({"record": journal.record} if journal else {}),
+            record=journal.record if journal else _keep_no_journal,
+            check_artifact_names=partial(check_artifact_names, path=""),
         )
         info = RunInfo(
             name=config.run.name,
@@ -170,7 +173,6 @@ async def serve(config: Config, application: Application, *, on_ready: Callable[
             sampling_owner=sampling.owner_name,
             compatibility=application.compatibility,
             on_corrupt=config.checkpoints.on_corrupt,
-            max_message_bytes=config.server.max_message_bytes,
         )
         runtime = Runtime(controller, info, store)
         _record_start(runtime, journal, start)
@@ -294,6 +296,10 @@ def _listen(server: grpc.aio.Server, config: Config) -> int:
     except RuntimeError as error:
         raise OSError(f"cannot listen on {address}: {error}. Is another controller there?") from error
     return port
+
+
+def _keep_no_journal(_event: str, **_values: Any) -> None:
+    """The run wants none."""
 
 
 def _record_start(runtime: Runtime, journal: Journal | None, start: SamplingBoundary) -> None:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +53,27 @@ class Restored:
         }
 
 
+#: Raises for a set of artifact names that cannot be published.
+CheckNames = Callable[[tuple[str, ...]], object]
+
+
 class Agreement:
     """Collects the ranks' confirmations."""
 
     def __init__(
-        self, ranks: tuple[Place, ...], resumed: Resumed | None, lifecycle: Lifecycle, *, legacy: bool
+        self,
+        ranks: tuple[Place, ...],
+        resumed: Resumed | None,
+        lifecycle: Lifecycle,
+        *,
+        legacy: bool,
+        check_artifact_names: CheckNames = lambda _names: None,
     ) -> None:
-        """A legacy controller resumed from nothing of its own: its ranks must agree with each other only."""
+        """A legacy controller resumed from nothing of its own: its ranks must agree with each other only.
+
+        `check_artifact_names` raises for names that could not be published together.
+        """
+        self._check_publishable = check_artifact_names
         self._ranks, self._lifecycle, self._legacy = ranks, lifecycle, legacy
         self._confirmed: dict[Place, Restored] = {}
         self._expected: Mapping[str, Any] | None = None
@@ -120,3 +134,6 @@ class Agreement:
         for other, theirs in self._confirmed.items():
             if other != place and (both := set(names) & set(theirs.artifact_names)):
                 raise MalformedError(what=f"{place} declares {min(both)}, which {other} writes")
+        # Together: names of two ranks may collide where each is safe by itself.
+        others = (name for other, theirs in self._confirmed.items() if other != place for name in theirs.artifact_names)
+        self._check_publishable((*names, *others))

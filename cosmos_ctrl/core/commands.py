@@ -76,6 +76,7 @@ class Train:
     step: int
     rows: tuple[tuple[int, int], ...]
     """(group, mask of completions), in the order of the shares."""
+    deadline: float
     reports: dict[Place, CompletionReport] = field(default_factory=dict)
     committed: bool = False
 

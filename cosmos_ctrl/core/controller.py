@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cosmos_ctrl.core.admission import Admission, Batch, WeightAnnouncement
-from cosmos_ctrl.core.agreement import Agreement, Restored, Resumed
+from cosmos_ctrl.core.agreement import Agreement, CheckNames, Restored, Resumed
 from cosmos_ctrl.core.commands import Command, CommandLog, Save, ShardReceipt, Train
 from cosmos_ctrl.core.errors import (
     AwaitingAgreementError,
     ControlError,
     NotAllowedError,
+    ResumeMetadataMismatch,
     UnknownWorkError,
     WrongStepError,
 )
@@ -114,6 +115,7 @@ class Controller:
         clock: Callable[[], float],
         new_id: Callable[[], str],
         record: Record = lambda _event, **_values: None,
+        check_artifact_names: CheckNames = lambda _names: None,
     ) -> None:
         """`start` is the boundary that `sampling` stands at; `resumed` is None for a fresh run."""
         self.policy, self.identity, self.resumed = policy, identity, resumed
@@ -152,7 +154,9 @@ class Controller:
             steps=restored_steps,
             updates=metadata.completed_optimizer_updates if metadata else 0,
         )
-        self.agreement = Agreement(ranks, resumed, self.lifecycle, legacy=not identity.id)
+        self.agreement = Agreement(
+            ranks, resumed, self.lifecycle, legacy=not identity.id, check_artifact_names=check_artifact_names
+        )
         self.leasing = Leasing(
             policy, sampling, self.ledger, self.rollouts, self.lifecycle, oldest_version=restored_steps
         )
@@ -230,12 +234,14 @@ class Controller:
     def register(self, execution_id: str, info: WorkerInfo) -> Incarnation:
         """Open a session. An ID is checked if stated; a process that states none is told it."""
         if execution_id:
-            self._pass_fence(execution_id)
+            self.pass_fence(execution_id)
         self._raise_failure(None)
         trainer = info.place.role == "trainer"
         if trainer and info.place not in self.commands.ranks:
-            ranks = ", ".join(f"{group} × {size}" for group, size in self.policy.trainer_groups)
-            raise NotAllowedError(what=f"{info.place} is not one of this run's trainer ranks ({ranks})")
+            raise NotAllowedError(what=f"{info.place} is not one of this run's trainer ranks ({self._trainers()})")
+        if trainer and info.world_size != dict(self.policy.trainer_groups)[info.place.group]:
+            what = f"{info.place} is one of {info.world_size} ranks, and this run has {self._trainers()}"
+            raise NotAllowedError(what=what)
         loser = self.workers.check_registration(info)
         holder = self.workers.at(info.place)
         if trainer and self.lifecycle.phase in ("RUNNING", "DRAINING") and holder is loser:
@@ -253,8 +259,9 @@ class Controller:
     def hear(self, execution_id: str, session: str) -> None:
         """A message of this worker has arrived. The edge says so once per message: a call that waits here for long is no
         sign of life, since the process behind it may be stopped."""
-        self._pass_fence(execution_id)
+        self.pass_fence(execution_id)
         self.workers.hear(session)
+        self._raise_failure(self.workers.of(session))
 
     def heartbeat(self, execution_id: str, session: str, acked_through: int, notices_through: int) -> Acknowledgement:
         """The worker lives; returns the present ack."""
@@ -273,7 +280,7 @@ class Controller:
                 self._admission.check(worker, batch)
             except WrongStepError as error:
                 self.lifecycle.fail(error)
-                raise
+                self._raise_failure(worker)
             self._admission.apply(worker, batch)
             worker.log.record(batch.number, batch.digest)
             self.lifecycle.touch()
@@ -284,7 +291,10 @@ class Controller:
     def confirm(self, execution_id: str, session: str, restored: Restored) -> tuple[str, ...]:
         """Note what a trainer rank restored; returns the ranks that are still missing. As `Agreement.confirm`."""
         worker = self._enter_trainer(execution_id, session)
-        self.agreement.confirm(worker.place, restored)
+        try:
+            self.agreement.confirm(worker.place, restored)
+        except ResumeMetadataMismatch:
+            self._raise_failure(worker)
         return self.agreement.missing
 
     def report_damage(self, execution_id: str, session: str, artifact: str, explanation: str) -> None:
@@ -342,7 +352,10 @@ class Controller:
         """A rank has written and made durable all its artifacts of a save."""
         worker, save = self._enter_save(execution_id, session, number)
         if self.policy.application_owns_checkpoints:
-            raise NotAllowedError(what=f"{worker.place} sends receipts in a run whose application commits checkpoints")
+            if receipts:
+                what = f"{worker.place} sends receipts in a run whose application commits checkpoints"
+                raise NotAllowedError(what=what)
+            return save  # a rank that has no part in the commit says only that it is through
         declared = self.agreement.artifacts_of(worker.place)
         self.commands.check_receipts(save, worker.place, receipts, declared, self.identity.id)
         self.training.receive(save, worker.place, receipts, note)
@@ -377,7 +390,7 @@ class Controller:
 
     def request_stop(self, execution_id: str, session: str, reason: str, grace_s: float | None) -> str:
         """Finish issued updates, save, end; returns the reason that counts, which is the first one."""
-        self._pass_fence(execution_id)
+        self.pass_fence(execution_id)
         if session:
             self.workers.of(session)
         self._raise_failure(None)
@@ -412,6 +425,7 @@ class Controller:
                     self.agreement.forget(worker.place)
         if self.rollouts.expire_overdue():
             self.lifecycle.touch()
+        self.training.fail_overdue_step()
         self.training.abandon_overdue()
         self.training.end_if_exhausted()
         now, phase = self._clock(), self.lifecycle.phase
@@ -451,7 +465,10 @@ class Controller:
 
     # -- entry
 
-    def _pass_fence(self, execution_id: str) -> None:
+    def _trainers(self) -> str:
+        return ", ".join(f"{group} × {size}" for group, size in self.policy.trainer_groups)
+
+    def pass_fence(self, execution_id: str) -> None:
         try:
             self.fence.check(execution_id)
         except ControlError:
@@ -459,7 +476,7 @@ class Controller:
             raise
 
     def _enter(self, execution_id: str, session: str) -> Incarnation:
-        self._pass_fence(execution_id)
+        self.pass_fence(execution_id)
         worker = self.workers.of(session)
         self._raise_failure(worker)
         return worker

@@ -214,13 +214,6 @@ class AwaitingAgreementError(RetryLaterError):
 
 
 @dataclass(kw_only=True, eq=False)
-class DrainingError(RetryLaterError):
-    """The execution is finishing; no new work is given."""
-
-    reason: ClassVar[str] = "DRAINING"
-
-
-@dataclass(kw_only=True, eq=False)
 class LimitError(RetryLaterError):
     """Base of the limits that time or acknowledgement relieves."""
 

@@ -21,6 +21,9 @@ from cosmos_ctrl.core.policy import RunPolicy
 from cosmos_ctrl.core.rollouts import Lease, Rollouts
 from cosmos_ctrl.core.sampling import Draw, Sampling
 
+#: Room in a reply for what is not prompts.
+_OVERHEAD_BYTES = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
@@ -103,12 +106,14 @@ class Leasing:
         return announced or not self._policy.announces_weights
 
     def _take(self, worker: Incarnation, most: int) -> Iterator[Lease]:
-        while most > 0:
-            for lease in self._rollouts.lease(worker, most):
+        room = self._prompt_room
+        while most > 0 and room > 0:
+            for lease in self._rollouts.lease(worker, most, room):
                 self._lifecycle.record("lease", group=lease.group, lease=lease.number, worker=str(worker.place))
                 most -= 1
+                room -= lease.prompt.size_bytes
                 yield lease
-            if most == 0 or not self._draw():
+            if self._rollouts.pending_groups or most == 0 or not self._draw():
                 return
 
     def _buffers_are_full(self) -> bool:
@@ -137,9 +142,21 @@ class Leasing:
             self._lifecycle.record("issue", group=token, key=prompt.key, size=size, epoch=draw.after.epoch)
         return True
 
+    @property
+    def _prompt_room(self) -> int:
+        # Half a message, and the last prompt may pass it by its own size, which is half a message at most.
+        return self._policy.max_message_bytes // 2
+
     def _sample(self) -> Draw:
         try:
-            return self._sampling.draw(self._ledger.cursor.remaining_completions)
+            draw = self._sampling.draw(self._ledger.cursor.remaining_completions)
+            for prompt in draw.prompts:
+                if prompt.size_bytes > self._prompt_room - _OVERHEAD_BYTES:
+                    limit = self._prompt_room - _OVERHEAD_BYTES
+                    raise ValueError(
+                        f"prompt {prompt.key} takes {prompt.size_bytes} bytes, at most {limit} fit a message"
+                    )
+            return draw
         except Exception as error:
             # The sampler may have moved: going on would skip what it had taken.
             self._lifecycle.fail(f"the sampler could not be drawn from: {type(error).__name__}: {error}")

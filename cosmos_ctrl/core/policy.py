@@ -46,12 +46,16 @@ class RunPolicy:
     """A session lapses when nothing was heard for so long."""
     gate_timeout_s: float = 600.0
     """Longest wait for all trainer ranks to confirm."""
+    step_timeout_s: float = 3600.0
+    """Longest time between a TRAIN command and its last rank's report."""
     save_timeout_s: float = 1800.0
     """Longest time a SAVE may take before it is abandoned."""
     stop_grace_s: float = 120.0
     """Time to finish in after a stop was requested."""
     max_workers: int = 100_000
     """Worker processes remembered in one execution."""
+    max_message_bytes: int = 64 << 20
+    """Largest message in either direction; a reply with prompts keeps to it."""
     max_unacknowledged_batches: int = 64
     """Batches a worker may have unacknowledged."""
     max_batch_completions: int = 1 << 16

@@ -175,11 +175,12 @@ class Rollouts:
             self._groups[token] = Group(token, prompt, size, pending=(1 << size) - 1)
             heapq.heappush(self._pending, token)
 
-    def lease(self, worker: Incarnation, most: int) -> list[Lease]:
-        """Hand up to `most` waiting groups, oldest first, to `worker`."""
+    def lease(self, worker: Incarnation, most: int, most_bytes: int) -> list[Lease]:
+        """Hand up to `most` waiting groups, oldest first, to `worker`; the last of them passes `most_bytes` of prompts at most."""
         leases: list[Lease] = []
-        while self._pending and len(leases) < most:
+        while self._pending and len(leases) < most and most_bytes > 0:
             group = self._groups[heapq.heappop(self._pending)]
+            most_bytes -= group.prompt.size_bytes
             self._last_lease += 1
             limit = self._policy.lease_deadline_s
             group.lease, group.holder = self._last_lease, worker

@@ -39,6 +39,11 @@ class Prompt:
     codec: str = ""
     """How `payload` is encoded."""
 
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes in a message."""
+        return len(self.payload or b"") + len(self.key) + len(self.source) + 64
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:

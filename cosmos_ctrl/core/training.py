@@ -82,7 +82,8 @@ class Training:
             return
         rows = self._take_rows()
         if rows:
-            command = Train(self._log.next_number, self._log.steps + 1, tuple(rows))
+            deadline = self._clock() + self._policy.step_timeout_s
+            command = Train(self._log.next_number, self._log.steps + 1, tuple(rows), deadline)
             self._log.add(command)
             self._lifecycle.record("train", command=command.number, step=command.step, rows=rows)
             self._lifecycle.touch()
@@ -224,6 +225,15 @@ class Training:
             self._lifecycle.fail(f"the last save, of step {save.steps}, was abandoned: {why}")
         elif self._lifecycle.ending is not None:
             self.form()
+
+    def fail_overdue_step(self) -> None:
+        """A step that a rank does not complete in time ends the execution: it hangs, and its siblings with it."""
+        last = self._log.last
+        if isinstance(last, Train) and not last.committed and self._clock() > last.deadline:
+            missing = ", ".join(str(rank) for rank in self._log.ranks if rank not in last.reports)
+            self._lifecycle.fail(
+                f"{missing} did not complete step {last.step} within {self._policy.step_timeout_s:.0f} s"
+            )
 
     def abandon_overdue(self) -> None:
         """Give up saves past their deadline."""

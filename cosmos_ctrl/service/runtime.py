@@ -41,7 +41,6 @@ class RunInfo:
     sampling_owner: SamplingOwner
     compatibility: Mapping[str, Any]
     on_corrupt: Any
-    max_message_bytes: int
 
 
 class Superseded(Exception):

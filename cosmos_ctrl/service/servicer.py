@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +16,6 @@ from cosmos_ctrl.core.controller import Acknowledgement, Controller
 from cosmos_ctrl.core.errors import (
     CheckpointNotFoundError,
     MalformedError,
-    NotRegisteredError,
     RestoringError,
 )
 from cosmos_ctrl.core.leasing import LeaseReply
@@ -130,7 +128,7 @@ class ControllerServicer(ControllerServiceServicer):
         """See the proto."""
         core = self._core
         if request.execution_id:
-            self._pass_fence(request.execution_id)
+            core.pass_fence(request.execution_id)
         worker = self._settled(lambda: core.register(request.execution_id, convert.worker_from_message(request)))
         return pb.RegisterWorkerResponse(
             header=self._header(),
@@ -281,7 +279,7 @@ class ControllerServicer(ControllerServiceServicer):
     async def RequestStop(self, request: pb.RequestStopRequest, context: Any) -> pb.RequestStopResponse:
         """See the proto."""
         core, identity = self._core, request.worker
-        self._pass_fence(identity.execution_id)
+        core.pass_fence(identity.execution_id)
         grace = convert.seconds(request.deadline) if request.HasField("deadline") else None
         reason = self._settled(
             lambda: core.request_stop(identity.execution_id, identity.session_id, request.reason, grace)
@@ -290,11 +288,6 @@ class ControllerServicer(ControllerServiceServicer):
         return pb.RequestStopResponse(header=self._header(), phase=phase, reason=reason)
 
     # -- parts
-
-    def _pass_fence(self, execution_id: str) -> None:
-        # For requests that may have no session: nothing else of them is looked at before.
-        with suppress(NotRegisteredError):
-            self._core.hear(execution_id, "")
 
     def _settled(self, event: Any) -> Any:
         try:
@@ -309,7 +302,7 @@ class ControllerServicer(ControllerServiceServicer):
     def _limits(self) -> pb.Limits:
         policy = self._core.policy
         return pb.Limits(
-            max_message_bytes=self._runtime.info.max_message_bytes,
+            max_message_bytes=policy.max_message_bytes,
             max_unacknowledged_batches=policy.max_unacknowledged_batches,
             max_batch_completions=policy.max_batch_completions,
             max_training_steps=policy.max_training_steps,

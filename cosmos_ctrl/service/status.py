@@ -38,7 +38,6 @@ CODES: dict[type[ControlError], grpc.StatusCode] = {
     errors.ConflictingRetryError: _Code.ALREADY_EXISTS,
     errors.RestoringError: _Code.UNAVAILABLE,
     errors.AwaitingAgreementError: _Code.UNAVAILABLE,
-    errors.DrainingError: _Code.UNAVAILABLE,
     errors.WindowFullError: _Code.RESOURCE_EXHAUSTED,
     errors.WorkerLimitError: _Code.RESOURCE_EXHAUSTED,
     errors.MessageTooLargeError: _Code.RESOURCE_EXHAUSTED,

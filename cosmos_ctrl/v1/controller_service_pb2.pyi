@@ -6,6 +6,8 @@ The control plane of one run. A client written from these files alone keeps ever
 Fence. Every RPC marked "fenced" carries a WorkerIdentity, which is checked before anything else in the message is looked at.
 An execution ID that is not this controller's is refused with STALE_EXECUTION and changes nothing; a client never retries it.
 
+Draining. When an execution is finishing, nothing is refused for that: LeasePrompts answers no_more, NextCommand the last commands.
+
 Errors. Every domain error is a google.rpc.Status with one google.rpc.ErrorInfo: domain "cosmos_ctrl.v1", reason one of
 ErrorReason's names without the prefix, metadata with the details. Retryable ones also carry google.rpc.RetryInfo.
 """
@@ -59,41 +61,39 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """UNAVAILABLE. The controller is restoring. Back off, ask again."""
     ERROR_REASON_AWAITING_AGREEMENT: _ErrorReason.ValueType  # 11
     """UNAVAILABLE. Not every trainer rank has confirmed yet. Back off, ask again."""
-    ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 12
-    """UNAVAILABLE. The execution is finishing; no new work is given. Back off, ask again."""
-    ERROR_REASON_WINDOW_FULL: _ErrorReason.ValueType  # 13
+    ERROR_REASON_WINDOW_FULL: _ErrorReason.ValueType  # 12
     """RESOURCE_EXHAUSTED. The client has too many unacknowledged batches or bytes. Wait, send again."""
-    ERROR_REASON_WORKER_LIMIT: _ErrorReason.ValueType  # 14
+    ERROR_REASON_WORKER_LIMIT: _ErrorReason.ValueType  # 13
     """RESOURCE_EXHAUSTED. The controller holds as many workers as it may. Wait, register again."""
-    ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 15
+    ERROR_REASON_MESSAGE_TOO_LARGE: _ErrorReason.ValueType  # 14
     """RESOURCE_EXHAUSTED. The message is larger than the controller takes. Split it."""
-    ERROR_REASON_CHECKPOINT_NOT_FOUND: _ErrorReason.ValueType  # 16
+    ERROR_REASON_CHECKPOINT_NOT_FOUND: _ErrorReason.ValueType  # 15
     """NOT_FOUND. No such checkpoint."""
-    ERROR_REASON_CHECKPOINT_UNCOMMITTED: _ErrorReason.ValueType  # 17
+    ERROR_REASON_CHECKPOINT_UNCOMMITTED: _ErrorReason.ValueType  # 16
     """NOT_FOUND. The save was never committed: it has no manifest."""
-    ERROR_REASON_CHECKPOINT_DAMAGED: _ErrorReason.ValueType  # 18
+    ERROR_REASON_CHECKPOINT_DAMAGED: _ErrorReason.ValueType  # 17
     """DATA_LOSS. An artifact or the manifest is not what was committed; metadata names it, what was expected and what was found."""
-    ERROR_REASON_ARTIFACT_MISSING: _ErrorReason.ValueType  # 19
+    ERROR_REASON_ARTIFACT_MISSING: _ErrorReason.ValueType  # 18
     """DATA_LOSS. An artifact that the manifest or the caller names is not there."""
-    ERROR_REASON_ARTIFACT_UNEXPECTED: _ErrorReason.ValueType  # 20
+    ERROR_REASON_ARTIFACT_UNEXPECTED: _ErrorReason.ValueType  # 19
     """DATA_LOSS. There is something that the manifest or the caller does not name."""
-    ERROR_REASON_ARTIFACT_FOREIGN: _ErrorReason.ValueType  # 21
+    ERROR_REASON_ARTIFACT_FOREIGN: _ErrorReason.ValueType  # 20
     """FAILED_PRECONDITION. An artifact carries another execution's, step's or rank's stamp."""
-    ERROR_REASON_UNSAFE_NAME: _ErrorReason.ValueType  # 22
+    ERROR_REASON_UNSAFE_NAME: _ErrorReason.ValueType  # 21
     """INVALID_ARGUMENT. An artifact name that is not a safe relative path."""
-    ERROR_REASON_CHECKPOINT_INCOMPATIBLE: _ErrorReason.ValueType  # 23
+    ERROR_REASON_CHECKPOINT_INCOMPATIBLE: _ErrorReason.ValueType  # 22
     """FAILED_PRECONDITION. The checkpoint belongs to another dataset, topology or setting; metadata names the keys."""
-    ERROR_REASON_UNKNOWN_SCHEMA: _ErrorReason.ValueType  # 24
+    ERROR_REASON_UNKNOWN_SCHEMA: _ErrorReason.ValueType  # 23
     """FAILED_PRECONDITION. The manifest's schema is not known to this version."""
-    ERROR_REASON_CHECKPOINT_CONFLICT: _ErrorReason.ValueType  # 25
+    ERROR_REASON_CHECKPOINT_CONFLICT: _ErrorReason.ValueType  # 24
     """ALREADY_EXISTS. A checkpoint of that name is committed with other content."""
-    ERROR_REASON_STORAGE_UNAVAILABLE: _ErrorReason.ValueType  # 26
+    ERROR_REASON_STORAGE_UNAVAILABLE: _ErrorReason.ValueType  # 25
     """UNAVAILABLE. Storage could not be read or written; metadata says which path. Not the same as damaged or absent."""
-    ERROR_REASON_EXECUTION_ENDED: _ErrorReason.ValueType  # 27
+    ERROR_REASON_EXECUTION_ENDED: _ErrorReason.ValueType  # 26
     """FAILED_PRECONDITION. The execution has ended; metadata says why. Stop; the exit code follows the reason."""
-    ERROR_REASON_NOT_ALLOWED: _ErrorReason.ValueType  # 28
+    ERROR_REASON_NOT_ALLOWED: _ErrorReason.ValueType  # 27
     """FAILED_PRECONDITION. The call does not fit the worker's role or the command's state. A bug: raise."""
-    ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 29
+    ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 28
     """INTERNAL. Metadata carries an incident number; the trace is in the controller's log."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -123,41 +123,39 @@ ERROR_REASON_RESTORING: ErrorReason.ValueType  # 10
 """UNAVAILABLE. The controller is restoring. Back off, ask again."""
 ERROR_REASON_AWAITING_AGREEMENT: ErrorReason.ValueType  # 11
 """UNAVAILABLE. Not every trainer rank has confirmed yet. Back off, ask again."""
-ERROR_REASON_DRAINING: ErrorReason.ValueType  # 12
-"""UNAVAILABLE. The execution is finishing; no new work is given. Back off, ask again."""
-ERROR_REASON_WINDOW_FULL: ErrorReason.ValueType  # 13
+ERROR_REASON_WINDOW_FULL: ErrorReason.ValueType  # 12
 """RESOURCE_EXHAUSTED. The client has too many unacknowledged batches or bytes. Wait, send again."""
-ERROR_REASON_WORKER_LIMIT: ErrorReason.ValueType  # 14
+ERROR_REASON_WORKER_LIMIT: ErrorReason.ValueType  # 13
 """RESOURCE_EXHAUSTED. The controller holds as many workers as it may. Wait, register again."""
-ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 15
+ERROR_REASON_MESSAGE_TOO_LARGE: ErrorReason.ValueType  # 14
 """RESOURCE_EXHAUSTED. The message is larger than the controller takes. Split it."""
-ERROR_REASON_CHECKPOINT_NOT_FOUND: ErrorReason.ValueType  # 16
+ERROR_REASON_CHECKPOINT_NOT_FOUND: ErrorReason.ValueType  # 15
 """NOT_FOUND. No such checkpoint."""
-ERROR_REASON_CHECKPOINT_UNCOMMITTED: ErrorReason.ValueType  # 17
+ERROR_REASON_CHECKPOINT_UNCOMMITTED: ErrorReason.ValueType  # 16
 """NOT_FOUND. The save was never committed: it has no manifest."""
-ERROR_REASON_CHECKPOINT_DAMAGED: ErrorReason.ValueType  # 18
+ERROR_REASON_CHECKPOINT_DAMAGED: ErrorReason.ValueType  # 17
 """DATA_LOSS. An artifact or the manifest is not what was committed; metadata names it, what was expected and what was found."""
-ERROR_REASON_ARTIFACT_MISSING: ErrorReason.ValueType  # 19
+ERROR_REASON_ARTIFACT_MISSING: ErrorReason.ValueType  # 18
 """DATA_LOSS. An artifact that the manifest or the caller names is not there."""
-ERROR_REASON_ARTIFACT_UNEXPECTED: ErrorReason.ValueType  # 20
+ERROR_REASON_ARTIFACT_UNEXPECTED: ErrorReason.ValueType  # 19
 """DATA_LOSS. There is something that the manifest or the caller does not name."""
-ERROR_REASON_ARTIFACT_FOREIGN: ErrorReason.ValueType  # 21
+ERROR_REASON_ARTIFACT_FOREIGN: ErrorReason.ValueType  # 20
 """FAILED_PRECONDITION. An artifact carries another execution's, step's or rank's stamp."""
-ERROR_REASON_UNSAFE_NAME: ErrorReason.ValueType  # 22
+ERROR_REASON_UNSAFE_NAME: ErrorReason.ValueType  # 21
 """INVALID_ARGUMENT. An artifact name that is not a safe relative path."""
-ERROR_REASON_CHECKPOINT_INCOMPATIBLE: ErrorReason.ValueType  # 23
+ERROR_REASON_CHECKPOINT_INCOMPATIBLE: ErrorReason.ValueType  # 22
 """FAILED_PRECONDITION. The checkpoint belongs to another dataset, topology or setting; metadata names the keys."""
-ERROR_REASON_UNKNOWN_SCHEMA: ErrorReason.ValueType  # 24
+ERROR_REASON_UNKNOWN_SCHEMA: ErrorReason.ValueType  # 23
 """FAILED_PRECONDITION. The manifest's schema is not known to this version."""
-ERROR_REASON_CHECKPOINT_CONFLICT: ErrorReason.ValueType  # 25
+ERROR_REASON_CHECKPOINT_CONFLICT: ErrorReason.ValueType  # 24
 """ALREADY_EXISTS. A checkpoint of that name is committed with other content."""
-ERROR_REASON_STORAGE_UNAVAILABLE: ErrorReason.ValueType  # 26
+ERROR_REASON_STORAGE_UNAVAILABLE: ErrorReason.ValueType  # 25
 """UNAVAILABLE. Storage could not be read or written; metadata says which path. Not the same as damaged or absent."""
-ERROR_REASON_EXECUTION_ENDED: ErrorReason.ValueType  # 27
+ERROR_REASON_EXECUTION_ENDED: ErrorReason.ValueType  # 26
 """FAILED_PRECONDITION. The execution has ended; metadata says why. Stop; the exit code follows the reason."""
-ERROR_REASON_NOT_ALLOWED: ErrorReason.ValueType  # 28
+ERROR_REASON_NOT_ALLOWED: ErrorReason.ValueType  # 27
 """FAILED_PRECONDITION. The call does not fit the worker's role or the command's state. A bug: raise."""
-ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 29
+ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 28
 """INTERNAL. Metadata carries an incident number; the trace is in the controller's log."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 

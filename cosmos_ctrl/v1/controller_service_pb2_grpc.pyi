@@ -6,6 +6,8 @@ The control plane of one run. A client written from these files alone keeps ever
 Fence. Every RPC marked "fenced" carries a WorkerIdentity, which is checked before anything else in the message is looked at.
 An execution ID that is not this controller's is refused with STALE_EXECUTION and changes nothing; a client never retries it.
 
+Draining. When an execution is finishing, nothing is refused for that: LeasePrompts answers no_more, NextCommand the last commands.
+
 Errors. Every domain error is a google.rpc.Status with one google.rpc.ErrorInfo: domain "cosmos_ctrl.v1", reason one of
 ErrorReason's names without the prefix, metadata with the details. Retryable ones also carry google.rpc.RetryInfo.
 """

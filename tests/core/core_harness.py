@@ -246,13 +246,14 @@ class House:
         resumed: Resumed | None = None,
         sampler: Any = None,
         batch_sampler: Any = None,
+        sampling: Sampling | None = None,
         clock: Clock | None = None,
         **overrides: Any,
     ) -> None:
         self.clock = clock or Clock()
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.sampler = sampler or SeekableSampler(prompts, shuffle=False)
-        sampling = Sampling(self.sampler, batch_sampler, prompt_of=prompt_of, completions_per_prompt=n)
+        sampling = sampling or Sampling(self.sampler, batch_sampler, prompt_of=prompt_of, completions_per_prompt=n)
         start: SamplingBoundary
         start = (
             sampling.start(prompts * n if budget is None else budget)
@@ -273,9 +274,11 @@ class House:
 
     def worker(self, place: Place, **overrides: Any) -> Worker:
         incarnation = f"{next(self._incarnations):032x}"
-        return Worker(
-            self, replace(WorkerInfo(place=place, incarnation=incarnation, world_size=place.rank + 1), **overrides)
+        ranks = dict(self.controller.policy.trainer_groups) if place.role == "trainer" else {}
+        info = WorkerInfo(
+            place=place, incarnation=incarnation, world_size=max(ranks.get(place.group, 0), place.rank + 1)
         )
+        return Worker(self, replace(info, **overrides))
 
     def trainer(self, rank: int = 0, group: str = "policy", **overrides: Any) -> Worker:
         return self.worker(Place("trainer", group, 0, rank), **overrides)

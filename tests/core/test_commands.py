@@ -36,7 +36,7 @@ def log(*, steps: int = 0, updates: int = 0) -> CommandLog:
 
 
 def add_train(commands: CommandLog) -> Train:
-    command = Train(commands.next_number, commands.steps + 1, ROWS)
+    command = Train(commands.next_number, commands.steps + 1, ROWS, deadline=60.0)
     commands.add(command)
     return command
 

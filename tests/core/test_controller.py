@@ -27,6 +27,8 @@ from cosmos_ctrl.core.errors import (
 )
 from cosmos_ctrl.core.execution import Place, WorkerInfo
 from cosmos_ctrl.core.rollouts import PayloadsFreed
+from cosmos_ctrl.core.samplers import SeekableSampler
+from cosmos_ctrl.core.sampling import Prompt, Sampling
 
 BATCH = Batch(number=1, digest=b"x")
 
@@ -724,3 +726,53 @@ def test_group_numbers_name_one_group_over_all_executions() -> None:
     assert new.group > old.group + (1 << 39)
     with pytest.raises(UnknownWorkError):
         worker.submit(rollouts=(rows("completed", (old, 1)),))
+
+
+def test_g3_a_trainer_of_another_world_size_is_refused() -> None:
+    house = House(trainer_groups=(("policy", 2),))
+    with pytest.raises(NotAllowedError, match="policy × 2"):
+        house.trainer(0, world_size=3)
+    assert house.controller.lifecycle.phase == "AWAITING_AGREEMENT"
+
+
+def test_g9_a_step_has_a_deadline_and_names_who_hangs() -> None:
+    house = House(groups_per_step=1, trainer_groups=(("policy", 2),), step_timeout_s=100.0, session_ttl_s=1000.0)
+    leader, second = house.open_gate()
+    worker = house.rollout()
+    worker.complete(*worker.lease())
+    command = leader.command(1)
+    assert isinstance(command, Train)
+    leader.trained(command)
+    house.clock.advance(100)
+    house.controller.tick()
+    assert house.controller.lifecycle.phase == "RUNNING"
+    house.clock.advance(1)
+    house.controller.tick()
+    with pytest.raises(ExecutionEndedError, match=r"trainer policy/1 did not complete step 1"):
+        second.heartbeat()
+    assert house.settled() == 0
+
+
+def test_g10_a_reply_with_prompts_fits_a_message() -> None:
+    big = Prompt(key="big", payload=b"x" * 20_000)
+    sampling = Sampling(SeekableSampler(9, shuffle=False), prompt_of=lambda index: big, completions_per_prompt=1)
+    house = House(max_message_bytes=100_000, sampling=sampling, budget=9)
+    house.open_gate()
+    worker = house.rollout()
+    first = worker.lease(9)
+    assert sum(lease.prompt.size_bytes for lease in first) <= 100_000
+    assert len(first) + len(worker.lease(9)) + len(worker.lease(9)) == 9
+    late = house.rollout(1)
+    worker.submit(end="preempted")
+    assert len(late.lease(9)) == len(first)
+
+
+def test_g10_a_prompt_that_fits_no_message_ends_the_execution() -> None:
+    big = Prompt(key="big", payload=b"x" * 60_000)
+    sampling = Sampling(SeekableSampler(9, shuffle=False), prompt_of=lambda index: big, completions_per_prompt=1)
+    house = House(max_message_bytes=100_000, sampling=sampling, budget=9)
+    house.open_gate()
+    worker = house.rollout()
+    with pytest.raises(ValueError, match="big"):
+        worker.lease(1)
+    assert house.controller.lifecycle.phase == "FAILED"

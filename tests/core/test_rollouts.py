@@ -62,7 +62,7 @@ class Table:
         return group
 
     def lease(self, holder: Incarnation, most: int = 1) -> list[Lease]:
-        return self.rollouts.lease(holder, most)
+        return self.rollouts.lease(holder, most, 1 << 20)
 
     def finish(self, lease: Lease, holder: Incarnation, **how: Any) -> None:
         assert self.rollouts.refuses(lease.group, lease.number, holder) is None
@@ -129,7 +129,7 @@ class RolloutsMachine(RuleBasedStateMachine):
         waiting = sorted(
             {token for (token, _), place in self.where.items() if place == "pending" and not self.is_out(token)}
         )
-        leases = self.rollouts.lease(self.workers[who], most)
+        leases = self.rollouts.lease(self.workers[who], most, 1 << 20)
         assert [lease.group for lease in leases] == waiting[:most], "not the oldest holes first"
         for lease in leases:
             assert lease.number not in self.numbers, "a lease number was used twice"

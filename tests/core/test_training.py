@@ -193,6 +193,18 @@ def test_g9_payloads_larger_than_the_buffer_do_not_stop_the_run(max_buffered_byt
     assert run.house.settled("trained") == 8
 
 
+def test_g9_a_full_buffer_of_groups_that_wait_for_their_rest_does_not_stop_the_run() -> None:
+    run = Run(prompts=1, n=2, groups_per_step=1, max_buffered_bytes=7)
+    (lease,) = run.rollout.lease(1)
+    run.rollout.complete(lease, payloads=[b"12345678"] * 2)
+    group = lease.group
+    run.commit(run.next_train(), [DisposedRow(group, 0b01, "returned"), DisposedRow(group, 0b10, "payload_lost")])
+    assert run.controller.rollouts.buffered_bytes > 7
+    (rest,) = run.rollout.lease(1)
+    run.rollout.complete(rest, payloads=[b"12345678"])
+    assert run.next_train().rows == ((group, 0b11),)
+
+
 def test_g10_leasing_waits_while_the_buffer_is_full_and_something_moves() -> None:
     run = Run(prompts=9, groups_per_step=2, max_buffered_bytes=10)
     for lease in run.rollout.lease(2):

@@ -13,7 +13,6 @@ from fake_controller import FakeController, end, group, train
 
 from cosmos_ctrl.core.errors import (
     ERRORS_BY_REASON,
-    DrainingError,
     ExecutionEndedError,
     MalformedError,
     MessageTooLargeError,
@@ -189,7 +188,7 @@ def test_patience_backs_off_with_jitter_and_ends():
     with pytest.raises(MalformedError):
         patience.pause(Fault("final", MalformedError(what="x")))
     floor = Patience(dataclasses.replace(config, backoff_first_s=0.001), "a", jitter=lambda: 0.0)
-    assert floor.pause(Fault("later", DrainingError())) == 0.2
+    assert floor.pause(Fault("later", RestoringError())) == 0.2
 
 
 def test_another_controller_at_the_same_address_is_noticed_by_its_header(controller, options):
@@ -227,7 +226,7 @@ def test_a_controller_that_restores_is_waited_for(controller, options):
 
 def test_later_is_no_command_yet_and_ends_like_one(controller, options):
     """A rank that is told "later" lets its siblings go on waiting with it, and ends with the wait's own name."""
-    controller.errors["NextCommand"].extend([DrainingError()] * 1000)
+    controller.errors["NextCommand"].extend([RestoringError()] * 1000)
     config = dataclasses.replace(QUICK, poll_s=0.1, idle_total_s=0.5)
     with pytest.raises(DeadlineError, match="command 1"), Trainer.from_env(**options(config=config)) as trainer:
         trainer.resume()

@@ -155,7 +155,6 @@ class House:
             sampling_owner="sampler",
             compatibility={},
             on_corrupt="error",
-            max_message_bytes=64 << 20,
         )
         self.runtime = Runtime(self.core, info, self.store)
         self.servicer = ControllerServicer()

@@ -222,7 +222,7 @@ def test_the_absence_of_an_end_is_not_an_empty_end():
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 def test_a_train_command_gives_each_row_one_share(dp_size):
     rows = [(1, 0b11), (2, 1 << 64 | 1), (3, 1 << 130), (4, 5)]
-    message = convert.train_to_message(Train(7, 3, tuple(rows)), dp_size)
+    message = convert.train_to_message(Train(7, 3, tuple(rows), deadline=60.0), dp_size)
     assert message.step == 3
     assert from_words(message.groups, message.words, message.masks) == dict(rows)
     shares = dict(zip(message.groups, message.dp_ranks, strict=True))
@@ -230,7 +230,7 @@ def test_a_train_command_gives_each_row_one_share(dp_size):
 
 
 def test_a_train_command_of_small_groups_has_no_words():
-    message = convert.train_to_message(Train(1, 1, ((1, 3), (2, 3))), 1)
+    message = convert.train_to_message(Train(1, 1, ((1, 3), (2, 3)), deadline=60.0), 1)
     assert not message.words
     assert list(message.groups) == [1, 2]
 

@@ -84,7 +84,7 @@ async def test_an_unexpected_exception_is_an_incident(houses, monkeypatch, caplo
     def explode(*_args, **_kwargs):
         raise Secret("password=hunter2")
 
-    for method in ("statistics", "hear", "register", "request_stop"):
+    for method in ("statistics", "hear", "pass_fence", "register", "request_stop"):
         monkeypatch.setattr(house.core, method, explode)
     monkeypatch.setattr("cosmos_ctrl.service.servicer.list_checkpoints", explode)
     monkeypatch.setattr("cosmos_ctrl.service.servicer.explain", explode)

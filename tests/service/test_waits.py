@@ -430,3 +430,39 @@ async def test_everyone_hears_of_the_end_and_the_controller_knows_it(houses):
             assert end.completed_training_steps == 1
         await worker.submit(reports_pb2.ReportBatch(end=reports_pb2.EndReport(reason="done")))
     assert house.core.everyone_knows
+
+async def test_once_every_rank_was_refused_with_the_mismatch_everyone_knows(houses):
+    house = await resumed_house(houses)
+    first, second = await house.trainers(confirm=False)
+    waiting = house.stub.ConfirmResume(first.confirmation(wait=seconds(50)))
+    await house.until_waiting(1)
+    await refusal(second.confirm(completed_optimizer_updates=7))
+    await refusal(waiting)
+    assert house.core.everyone_knows
+
+
+async def test_once_everyone_was_refused_for_a_wrong_step_everyone_knows(houses):
+    house = await houses(ranks=1)
+    (trainer,) = await house.trainers()
+    rollout = await house.rollout()
+    await rollout.submit(completed((await rollout.lease(2)).groups))
+    train = (await trainer.next(1)).train
+    train.step = 9
+    await refusal(trainer.complete(1, train))
+    await refusal(rollout.submit())
+    assert house.core.everyone_knows
+
+
+@pytest.mark.parametrize("name", ["ConfirmResume", "ReportShards", "SubmitReports"])
+async def test_in_a_failed_execution_a_malformed_payload_is_not_looked_at(houses, name):
+    house = await resumed_house(houses)
+    first, _ = await house.trainers(confirm=False)
+    house.core.fail("it broke")
+    if name == "ConfirmResume":
+        request = first.confirmation()
+        request.metadata.schema_version = 7
+    elif name == "ReportShards":
+        request = pb.ReportShardsRequest(worker=first.identity)
+    else:
+        request = first.request(reports_pb2.ReportBatch(number=1, rollouts=[reports_pb2.RolloutRows(outcome=99)]))
+    assert (await refusal(getattr(house.stub, name)(request))).reason == "EXECUTION_ENDED"

@@ -57,7 +57,7 @@ class Plan:
                 on_stale=rng.choice(["discard", "regenerate"]),
                 poison_limit=rng.randint(1, 3),
                 max_outstanding_groups=rng.randint(1, 12),
-                max_buffered_bytes=rng.choice([1 << 30, 1 << 30, 30]),
+                max_buffered_bytes=rng.choice([1 << 30, 1 << 30, 30, 1]),
                 max_window_draws=rng.choice([1 << 20, rng.randint(1, 8)]),
                 max_window_bytes=rng.choice([1 << 30, rng.randint(60, 400)]),
                 announces_weights=rng.random() < 0.5,
@@ -71,7 +71,10 @@ class Plan:
 
 
 class EpochSampler:
-    """A seekable sampler that also says in which epoch it is, so that a key names one place in the stream."""
+    """A seekable sampler that also says in which epoch it is, so that a key names one place in the stream.
+
+    Its state has another size after every draw, as a feedback-driven sampler's may.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._sampler = SeekableSampler(plan.prompts, shuffle=plan.shuffle, seed=7)
@@ -85,10 +88,11 @@ class EpochSampler:
         return iter(self._sampler)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._sampler.state_dict()
+        state = self._sampler.state_dict()
+        return state | {"padding": "x" * (31 * state["position"] % 47)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sampler.load_state_dict(state)
+        self._sampler.load_state_dict({key: value for key, value in state.items() if key != "padding"})
 
 
 class Batches:

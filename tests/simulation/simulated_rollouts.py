@@ -31,6 +31,8 @@ class RolloutWorker:
     """Whether its payloads stay with it."""
     version: int
     alive: bool = True
+    replaceable: bool = True
+    """Whether a new process will take its place when it is dead; if not, only its silence frees its leases."""
     batches: int = 0
     requests: int = 0
     notices: int = 0
@@ -169,10 +171,11 @@ class RolloutSide:
 
     def kill(self, worker: RolloutWorker) -> None:
         worker.alive = False
+        worker.replaceable = self.rng.random() < 0.6
 
     def replace_some(self) -> None:
         """New processes take the places of dead ones, before or after those were found dead."""
-        for worker in [worker for worker in self.workers if not worker.alive]:
+        for worker in [worker for worker in self.workers if not worker.alive and worker.replaceable]:
             if self.rng.random() < 0.2:
                 self.workers.remove(worker)
                 self.replaced.append(worker)

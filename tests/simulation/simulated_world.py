@@ -142,7 +142,8 @@ class World:
 
     def info(self, place: Place) -> WorkerInfo:
         """A new process at `place`."""
-        return WorkerInfo(place=place, incarnation=f"{self.rng.getrandbits(128):032x}", world_size=place.rank + 1)
+        world_size = dict(self.policy.trainer_groups).get(place.group, 1)
+        return WorkerInfo(place=place, incarnation=f"{self.rng.getrandbits(128):032x}", world_size=world_size)
 
     def _new_id(self) -> str:
         self._ids += 1
