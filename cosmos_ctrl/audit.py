@@ -185,11 +185,15 @@ def audit_journals(journals: Sequence[Iterable[dict[str, Any]]]) -> RunReport:
     executions = [_Execution.read(events, resumed) for events in listed]
     by_checkpoint = {checkpoint: own for own in executions for checkpoint in own.cuts}
     newest = max(
-        ((own.number, cut["step"], checkpoint) for own in executions for checkpoint, (_, cut) in own.cuts.items()),
+        (
+            (own.number, cut["step"], -cut["remaining"], checkpoint)
+            for own in executions
+            for checkpoint, (_, cut) in own.cuts.items()
+        ),
         default=None,
     )
-    lineage = _segments(newest[2] if newest else None, by_checkpoint)
-    boundary = by_checkpoint[newest[2]].cuts[newest[2]][1]["remaining"] if newest else executions[-1].remaining
+    lineage = _segments(newest[-1] if newest else None, by_checkpoint)
+    boundary = -newest[2] if newest else executions[-1].remaining
 
     settled: set[Completion] = set()
     for own, end in lineage:

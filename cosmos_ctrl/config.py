@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cosmos_ctrl.checkpoints.document import plain_compatibility
 from cosmos_ctrl.core.policy import RunPolicy
@@ -119,6 +119,15 @@ class RolloutSection(_Section):
     """Longest time a group may be out; unset: as long as the worker's session lives."""
     announces_weights: bool = True
     """Whether workers wait for announced weights."""
+
+    @model_validator(mode="after")
+    def _minimum_fits(self) -> RolloutSection:
+        if self.min_completions_per_group > self.n_generation:
+            raise ValueError(
+                f"min_completions_per_group {self.min_completions_per_group} is more than n_generation {self.n_generation}: "
+                "every group would be dropped"
+            )
+        return self
 
 
 class SamplingSection(_Section):

@@ -278,10 +278,12 @@ def _directories(store: Store) -> list[str]:
 
 
 def _newest_first(committed: Iterable[Found]) -> tuple[Found, ...]:
-    def key(found: Found) -> tuple[int, int, int, str, str]:
-        # What follows execution and step only breaks ties: the path, so that two copies of one checkpoint have an order.
-        manifest = found.manifest
-        return *manifest.order, manifest.metadata.completed_optimizer_updates, manifest.checkpoint_id, found.path
+    def key(found: Found) -> tuple[int, int, int, int, str, str]:
+        # Of one step, the one whose budget is further used up: a run that ends with discards saves its last step again. What
+        # follows only breaks ties, so that two copies of one checkpoint have an order.
+        manifest, metadata = found.manifest, found.manifest.metadata
+        places = metadata.completed_optimizer_updates, -metadata.remaining_completions
+        return *manifest.order, *places, manifest.checkpoint_id, found.path
 
     return tuple(sorted(committed, key=key, reverse=True))
 

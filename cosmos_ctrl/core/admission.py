@@ -140,6 +140,10 @@ class Admission:
                 raise MalformedError(what=f"command {report.command} is reported twice in one batch")
             seen.add(report.command)
             self._log.check_report(worker.place, report)
+        last = self._log.last
+        newest = last.step if isinstance(last, Train) else self._log.steps
+        if any(announcement.version > newest for announcement in batch.weights):
+            raise MalformedError(what=f"weights of a later step than {newest}, the newest that was given")
         if len(worker.metrics.keys() | {name for name, _ in batch.metrics}) > _MAX_METRICS:
             raise MalformedError(what=f"more than {_MAX_METRICS} metrics")
 

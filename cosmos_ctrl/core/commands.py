@@ -97,6 +97,8 @@ class Save:
     state: SaveState = "PENDING"
     receipts: dict[Place, tuple[ShardReceipt, ...]] = field(default_factory=dict)
     application_note: str = ""
+    parent: Save | None = None
+    """The newest save of this execution that was committed at the cut; None: what the execution resumed from."""
     manifest_digest: str = ""
     why_abandoned: str = ""
 

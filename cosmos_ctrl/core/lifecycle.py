@@ -73,8 +73,8 @@ class Lifecycle:
         self.touch()
 
     def fail(self, error: ControlError | str) -> None:
-        """End at once, for everyone, with `error`; a later failure changes nothing."""
-        if self.failure is None:
+        """End at once, for everyone, with `error`. What is over stays as it ended."""
+        if not self.over:
             if isinstance(error, str):
                 error = ExecutionEndedError(end_reason="FAILURE", message=error)
             self.failure = error

@@ -3,7 +3,7 @@
 * A TRAIN command is formed when enough groups are ready, or when no more can come and the policy trains the tail.
 * On commit exactly what the leader named settles, and where a SAVE follows, its boundary is cut in the same event: before
   anything of the next step can settle.
-* A step that is committed, or is being saved, is not saved again. END is given when nothing is left to save.
+* A step that is committed, or is being saved, is not saved again, unless discards alone have used up the budget since. END is given when nothing is left to save.
 * What was issued and is not trained when a stop or a limit ends the run stays unsettled: the next execution issues it again.
   Only an exhausted budget may discard a tail.
 """
@@ -49,7 +49,8 @@ class Training:
         self._policy, self._identity, self._log = policy, identity, log
         self._ledger, self._rollouts, self._lifecycle = ledger, rollouts, lifecycle
         self._clock, self._new_id, self._publish = clock, new_id, publish
-        self._saved_steps = resumed_steps
+        # Step and remaining budget of the newest checkpoint of the lineage, committed or being saved.
+        self._saved = None if resumed_steps is None else (resumed_steps, ledger.snapshot().remaining_completions)
         self._lineage_remaining, self._can_give = lineage_remaining, can_give
         # A legacy controller publishes nothing, so it asks for no save.
         self._saves = bool(identity.id)
@@ -123,12 +124,20 @@ class Training:
         return []
 
     def _form_ending(self) -> None:
-        if self._saves and self._lifecycle.gate_open and self._saved_steps != self._log.steps:
+        if self._needs_last_save():
             self._form_save(final=True)
         elif not self._log.saves and self._lifecycle.ending is not None:
             reason, message = self._lifecycle.ending
             self._log.add(End(self._log.next_number, reason, message, self._log.steps))
             self._lifecycle.finish()
+
+    def _needs_last_save(self) -> bool:
+        if not self._saves or not self._lifecycle.gate_open:
+            return False
+        if self._saved is None or self._saved[0] != self._log.steps:
+            return True
+        # Discards alone have used up the budget since: saved once more, so that a restart finds the run finished.
+        return self._is_exhausted() and self._saved[1] > 0
 
     def _form_save(self, *, final: bool) -> None:
         number, steps, checkpoint_id = self._log.next_number, self._log.steps, self._new_id()
@@ -143,10 +152,11 @@ class Training:
             updates=self._log.updates,
             boundary=boundary,
             window_completions=boundary.remaining_completions - issued_to,
+            parent=self.last_save,
             final=final,
             deadline=self._clock() + self._policy.save_timeout_s,
         )
-        self._saved_steps = steps
+        self._saved = (steps, boundary.remaining_completions)
         self._log.add(save)
         self._lifecycle.record(
             "cut",
@@ -217,8 +227,8 @@ class Training:
     def abandon(self, save: Save, why: str) -> None:
         """Nothing of the save is published, now or later."""
         save.state, save.why_abandoned = "ABANDONED", why
-        if self._saved_steps == save.steps:
-            self._saved_steps = None
+        if self._saved == (save.steps, save.boundary.remaining_completions):
+            self._saved = None
         self._lifecycle.record("abandoned", checkpoint=save.checkpoint_id, step=save.steps, why=why)
         self._lifecycle.touch()
         if save.final:

@@ -161,13 +161,13 @@ class Runtime:
             compatibility=self.info.compatibility,
             execution_number=self.controller.identity.number,
             execution_id=self.controller.identity.id,
-            parent=self._parent(),
+            parent=self._parent(save),
             repeat_bound_completions=save.window_completions,
             application_note=save.application_note,
         )
 
-    def _parent(self) -> Parent | None:
-        last, resumed = self.controller.training.last_save, self.controller.resumed
+    def _parent(self, save: Save) -> Parent | None:
+        last, resumed = save.parent, self.controller.resumed
         if last is not None:
             return Parent(checkpoint_id=last.checkpoint_id, manifest_digest=last.manifest_digest)
         if resumed is not None:

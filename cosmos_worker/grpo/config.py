@@ -78,9 +78,9 @@ class GrpoSettings(BaseModel):
     warm_start_batch: PositiveInt = 64
     """Examples of one supervised step, over all ranks."""
     warm_start_learning_rate: PositiveFloat = 3e-3
-    warm_start_target: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4
+    warm_start_target: Annotated[float, Field(gt=0.0, le=1.0)] = 0.38
     """The supervised phase ends once sampled answers are right this often: GRPO needs headroom."""
-    warm_start_check_every: PositiveInt = 50
+    warm_start_check_every: PositiveInt = 25
     """Supervised steps between two looks at that share."""
 
     @model_validator(mode="after")

@@ -113,7 +113,10 @@ class GrpoModel(nn.Module):
 
 
 def _initial_spread(name: str, config: GrpoModelConfig) -> float:
-    """Standard deviation of a matrix's first values: less for those that add to the residual stream."""
+    """Standard deviation of a matrix's first values: less for those that add to the residual stream, and more for
+    what they add to, so that the supervised phase is shorter."""
+    if name.startswith(("embedding", "positions")):
+        return 0.1
     return 0.02 / math.sqrt(2 * config.layers) if "_out" in name else 0.02
 
 

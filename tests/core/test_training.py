@@ -567,9 +567,6 @@ def test_g8_a_restart_of_a_finished_run_does_nothing_and_says_so() -> None:
     assert house.controller.lifecycle.end == ("BUDGET_EXHAUSTED", "nothing to do: at step 2 with no budget left")
 
 
-@pytest.mark.xfail(
-    reason="what is discarded after the last save is in no checkpoint: a restart generates it again", strict=True
-)
 @pytest.mark.parametrize("how", ["tail", "discarded"])
 def test_g8_a_run_that_ends_with_discards_is_finished_for_its_restart_too(how: str) -> None:
     run = Run(

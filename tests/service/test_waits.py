@@ -431,6 +431,7 @@ async def test_everyone_hears_of_the_end_and_the_controller_knows_it(houses):
         await worker.submit(reports_pb2.ReportBatch(end=reports_pb2.EndReport(reason="done")))
     assert house.core.everyone_knows
 
+
 async def test_once_every_rank_was_refused_with_the_mismatch_everyone_knows(houses):
     house = await resumed_house(houses)
     first, second = await house.trainers(confirm=False)
