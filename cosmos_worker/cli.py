@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for role, text in (("trainer", "one trainer rank"), ("rollout", "one rollout worker")):
         command = roles.add_parser(role, help=text)
         command.add_argument("--config", type=Path, help="the run's TOML file; [application] is read")
-        command.add_argument("--in-flight", type=int, default=8, help="rollout: groups generated in one batch")
+        command.add_argument("--in-flight", type=int, default=12, help="rollout: groups generated in one batch")
     options = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

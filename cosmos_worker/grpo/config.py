@@ -47,13 +47,8 @@ class GrpoSettings(BaseModel):
 
     bundled_prompts: PositiveInt = 640
     """Distinct prompts in the bundled file."""
-    steps: PositiveInt = 60
-    """Training steps of a whole run."""
-    groups_per_step: PositiveInt = 96
-    n_generation: Annotated[int, Field(ge=2)] = 8
-    """Completions per prompt group; advantages are relative to their mean, so one is not enough."""
-    max_staleness: Annotated[int, Field(ge=0)] = 2
-    """Training steps that the sampling weights may be behind."""
+    steps: PositiveInt = 80
+    """Training steps of a whole run: the length of the learning-rate schedule, the same in every execution."""
 
     max_new_tokens: Annotated[int, Field(ge=2)] = 12
     """Longest completion, its end mark included."""

@@ -10,13 +10,10 @@ import torch
 
 from cosmos_worker.grpo.config import GrpoSettings
 from cosmos_worker.grpo.engine import Engine
-from cosmos_worker.grpo.payload import encode_completion
+from cosmos_worker.grpo.payload import CODEC, encode_completion
 from cosmos_worker.grpo.tasks import Task, reward
 from cosmos_worker.leases import LeasedGroup
 from cosmos_worker.rollout import Rollout
-
-#: Codec of a completion's payload: tokens and their log-probabilities.
-CODEC = "grpo-completion-v1"
 
 
 async def roll_out(settings: GrpoSettings, *, in_flight: int) -> None:
@@ -64,9 +61,10 @@ async def _take(waiting: asyncio.Queue[LeasedGroup | None], most: int) -> list[L
 async def _generate_and_report(rollout: Rollout, engine: Engine, batch: Sequence[LeasedGroup]) -> None:
     tasks = [_task(group) for group in batch]
     counts = [len(group.pending) for group in batch]
-    version = engine.version or 0
     prompts = [task.prompt for task in tasks]
     generated = await asyncio.to_thread(engine.generate, prompts, counts, secrets.randbits(62))
+    # As generated: newer weights may have been loaded meanwhile.
+    version = generated[0][0].version
     rollout.metric("weights_version", version)
     for group, task, completions in zip(batch, tasks, generated, strict=True):
         await rollout.report_group(

@@ -17,6 +17,8 @@ from cosmos_worker.local.watch import RunWatch
 
 _READY_TIMEOUT_S = 120.0
 _READY_POLL_S = 0.05
+_STEPS_TO_WAIT = 8
+"""How many steps the planned crash waits for results that are out of order."""
 
 
 class LaunchError(Exception):
@@ -99,15 +101,14 @@ class Execution:
         return processes.start(name, module, arguments, merged, self.launch.log(self.number, name))
 
     def _look(self, state: pb.RunState, crash_at_step: int) -> None:
-        """In the middle of a step, with work out with workers and beyond the boundary, and something to resume from."""
-        if (
-            crash_at_step
-            and state.completed_training_steps >= crash_at_step
-            and state.groups_training
-            and state.groups_leased
-            and state.HasField("checkpoint")
-            and not state.saves_pending
-        ):
+        """In the middle of a step, with work out with workers, and something to resume from; and settled groups beyond an
+        unsettled one, unless that does not come about in some steps."""
+        steps = state.completed_training_steps
+        in_a_step = state.groups_training and state.groups_leased
+        unsettled = state.groups_pending + state.groups_leased + state.groups_ready + state.groups_training
+        out_of_order = state.window_draws > unsettled or steps >= crash_at_step + _STEPS_TO_WAIT
+        resumable = state.HasField("checkpoint") and not state.saves_pending
+        if crash_at_step and steps >= crash_at_step and in_a_step and out_of_order and resumable:
             self.crash_due.set()
 
 

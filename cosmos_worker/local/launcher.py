@@ -19,6 +19,7 @@ from types import FrameType
 from cosmos_ctrl.config import Config, ConfigurationError, load_config
 from cosmos_ctrl.core.errors import EXIT_STALE
 from cosmos_ctrl.exits import ExitCode
+from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_worker.grpo.config import GrpoSettings
 from cosmos_worker.grpo.tasks import ensure_bundled_prompts, load_prompts
 from cosmos_worker.local import processes
@@ -111,6 +112,7 @@ class Launcher:
     def _watch(self, execution: Execution) -> int | None:
         signalled = 0
         trainers_gone: float | None = None
+        named: frozenset[int] = frozenset()
         while execution.controller.exit_code is None:
             if execution.crash_due.is_set() and not self._crashed:
                 self._crash(execution)
@@ -123,7 +125,9 @@ class Launcher:
             trainers_gone = self._check_trainers(execution, trainers_gone)
             self._look_at_survivor()
             state = execution.watch.state if execution.watch is not None else None
-            self._view.show(state, execution.workers(), self._names(execution))
+            workers = execution.workers()
+            named = self._name_workers(execution, workers, named)
+            self._view.show(state, workers, _processes(execution, workers))
             self._wake.wait(_LOOK_S)
         return self._after(execution)
 
@@ -132,7 +136,7 @@ class Launcher:
         if code == ExitCode.ENDED:
             processes.wait(execution.children, timeout_s=_FINISH_S)
             state = execution.watch.state if execution.watch is not None else None
-            self._view.show(state, [], self._names(execution))
+            self._view.show(state, [], [])
             self._look_at_survivor()
             return code
         cause = "was killed" if code is not None and code < 0 else f"ended with code {code}"
@@ -181,12 +185,28 @@ class Launcher:
             processes.kill([execution.controller])
         return gone_since
 
-    def _names(self, execution: Execution) -> list[tuple[str, int]]:
-        return [(child.name, child.pid) for child in execution.children if child.exit_code is None]
+    def _name_workers(self, execution: Execution, workers: list[pb.Worker], named: frozenset[int]) -> frozenset[int]:
+        """Say who runs, once everyone does and again when somebody new came: a person may want to kill one."""
+        running = frozenset(worker.pid for worker in workers if worker.connected)
+        config = self._launch.config
+        if len(running) < config.train.trainers["policy"] + config.local.rollout_workers or running <= named:
+            return named
+        self._view.event("processes: " + ", ".join(f"{n} {pid}" for n, pid in _processes(execution, workers)))
+        return running
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         self._interrupts += 1
         self._wake.set()
+
+
+def _processes(execution: Execution, workers: list[pb.Worker]) -> list[tuple[str, int]]:
+    """Names and process IDs of what runs: the controller, and every worker that it knows."""
+    found = [("controller", execution.controller.pid)]
+    for worker in workers:
+        if worker.connected:
+            trainer = worker.role == pb.ROLE_TRAINER
+            found.append((f"trainer {worker.rank}" if trainer else f"rollout {worker.replica}", worker.pid))
+    return found
 
 
 def _prepare(options: argparse.Namespace) -> Launch:

@@ -19,7 +19,7 @@ def test_every_setting_has_a_default() -> None:
         ({"model": {"depth": 2}}, "model.depth"),
         ({"steps": "40"}, "steps"),
         ({"steps": True}, "steps"),
-        ({"n_generation": 1}, "n_generation"),
+        ({"steps": 0}, "steps"),
         ({"learning_rate": float("nan")}, "learning_rate"),
         ({"model": {"width": 30, "heads": 4}}, "not a multiple of heads"),
         ({"max_new_tokens": 254}, "leaves no room for a prompt"),
