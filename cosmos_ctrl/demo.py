@@ -99,15 +99,6 @@ class _Execution:
             new_id=lambda: f"{number:02x}{next(ids):030x}",
             record=self._record,
         )
-        self._record(
-            "start",
-            number=number,
-            id=self.core.identity.id,
-            resumed_from=metadata.checkpoint_id if metadata else None,
-            step=self.core.commands.steps,
-            updates=self.core.commands.updates,
-            remaining=start.remaining_completions,
-        )
         self.trainer = self._worker(Place("trainer", "policy", 0, 0))
         self.rollouts = [self._worker(Place("rollout", "pool", replica, 0)) for replica in range(2)]
         restored = Restored(

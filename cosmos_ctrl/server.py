@@ -175,7 +175,6 @@ async def serve(config: Config, application: Application, *, on_ready: Callable[
             on_corrupt=config.checkpoints.on_corrupt,
         )
         runtime = Runtime(controller, info, store)
-        _record_start(runtime, journal, start)
         servicer.attach(runtime)
         for name in _HEALTH_NAMES:
             await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -300,23 +299,6 @@ def _listen(server: grpc.aio.Server, config: Config) -> int:
 
 def _keep_no_journal(_event: str, **_values: Any) -> None:
     """The run wants none."""
-
-
-def _record_start(runtime: Runtime, journal: Journal | None, start: SamplingBoundary) -> None:
-    if journal is None:
-        return
-    controller = runtime.controller
-    resumed = controller.resumed
-    journal.record(
-        "start",
-        number=controller.identity.number,
-        id=controller.identity.id,
-        resumed_from=resumed.metadata.checkpoint_id if resumed else None,
-        step=controller.commands.steps,
-        updates=controller.commands.updates,
-        remaining=start.remaining_completions,
-        epoch=start.epoch,
-    )
 
 
 async def _run_to_end(runtime: Runtime, linger_s: float) -> None:

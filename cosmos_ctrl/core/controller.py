@@ -131,6 +131,16 @@ class Controller:
         leader_group, leader_rank = policy.leader
         ranks = tuple(Place("trainer", group, 0, rank) for group, size in policy.trainer_groups for rank in range(size))
 
+        record(
+            "start",
+            number=identity.number,
+            id=identity.id,
+            resumed_from=metadata.checkpoint_id if metadata else None,
+            step=restored_steps,
+            updates=metadata.completed_optimizer_updates if metadata else 0,
+            remaining=start.remaining_completions,
+            epoch=start.epoch,
+        )
         self.lifecycle = Lifecycle(record)
         self.fence = Fence(identity)
         self.workers = Workers(
