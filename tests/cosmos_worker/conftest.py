@@ -10,25 +10,9 @@ import pytest
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from fake_controller import FakeController
+from fake_controller import QUICK, FakeController
 
 from cosmos_worker.settings import ClientConfig
-
-QUICK = ClientConfig(
-    call_s=5.0,
-    connect_total_s=10.0,
-    not_ready_total_s=10.0,
-    idle_total_s=20.0,
-    poll_s=0.5,
-    lease_wait_s=0.2,
-    confirm_total_s=10.0,
-    report_s=10.0,
-    unfinished_total_s=10.0,
-    close_s=10.0,
-    silence_s=1.0,
-    backoff_first_s=0.01,
-    backoff_max_s=0.1,
-)
 
 
 @pytest.fixture

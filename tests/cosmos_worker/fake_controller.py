@@ -34,6 +34,7 @@ from cosmos_ctrl.v1.controller_service_pb2_grpc import (
     ControllerServiceServicer,
     add_ControllerServiceServicer_to_server,
 )
+from cosmos_worker.settings import ClientConfig
 
 DEADLINE_S = 20.0
 
@@ -48,6 +49,23 @@ class Process:
     leased: dict[int, pb.LeasePromptsResponse] = field(default_factory=dict)
     retired: bool = False
     registrations: int = 0
+
+
+QUICK = ClientConfig(
+    call_s=5.0,
+    connect_total_s=10.0,
+    not_ready_total_s=10.0,
+    idle_total_s=20.0,
+    poll_s=0.5,
+    lease_wait_s=0.2,
+    confirm_total_s=10.0,
+    report_s=10.0,
+    unfinished_total_s=10.0,
+    close_s=10.0,
+    silence_s=1.0,
+    backoff_first_s=0.01,
+    backoff_max_s=0.1,
+)
 
 
 class FakeController(ControllerServiceServicer):

@@ -8,8 +8,7 @@ import pickle
 
 import grpc
 import pytest
-from conftest import QUICK
-from fake_controller import FakeController, end, group, train
+from fake_controller import QUICK, FakeController, end, group, train
 
 from cosmos_ctrl.core.errors import (
     ERRORS_BY_REASON,
