@@ -47,7 +47,7 @@ $(VENV)/.run-light: $(VENV)/bin/python pyproject.toml constraints.txt
 
 # torch first and alone, so that its index serves nothing else.
 $(VENV)/.run: $(VENV)/.run-light
-	@echo "installing PyTorch and the demo's libraries (about 1.2 GB with CPU wheels), once"
+	@echo "installing PyTorch and the demo's libraries (about 1.3 GB with CPU wheels), once"
 	$(VENV)/bin/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(VENV)/bin/python $(PIP_INSTALL) -e '.[worker,demo]'
 	touch $@
