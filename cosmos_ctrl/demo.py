@@ -20,9 +20,9 @@ from cosmos_ctrl.core.commands import CompletionReport, DisposedRow, Save, Shard
 from cosmos_ctrl.core.controller import Controller, Publish
 from cosmos_ctrl.core.errors import StaleExecutionError
 from cosmos_ctrl.core.execution import ExecutionIdentity, Place, WorkerInfo
+from cosmos_ctrl.core.groups import Lease
 from cosmos_ctrl.core.policy import RunPolicy
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
-from cosmos_ctrl.core.rollouts import Lease
 from cosmos_ctrl.core.samplers import SeekableSampler
 from cosmos_ctrl.core.sampling import Prompt, Sampling
 

@@ -24,11 +24,12 @@ from cosmos_ctrl.core.errors import (
     UnknownSchemaError,
 )
 from cosmos_ctrl.core.resume import ControllerResumeMetadata, require_count
+from cosmos_ctrl.service.metadata import metadata_to_message
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_worker.artifacts import Artifacts, open_artifacts
 from cosmos_worker.client import Connection
 from cosmos_worker.errors import AgreementTimeoutError, DeadlineError, UsageError, is_failure
-from cosmos_worker.resuming import Resume, message_of, resume_from
+from cosmos_worker.resuming import Resume, resume_from
 from cosmos_worker.transport import duration_of
 
 _log = logging.getLogger(__name__)
@@ -151,12 +152,12 @@ class Agreement:
             request.fresh.SetInParent()
         elif self._loaded is not None:
             metadata, request.manifest_digest = self._loaded
-            request.metadata.CopyFrom(message_of(metadata))
+            request.metadata.CopyFrom(metadata_to_message(metadata))
         elif checkpoint.manifest_digest:
             raise UsageError("confirm comes after restoring: load this rank's files from artifacts(resume) first")
         else:
             # The application owns its checkpoints: only it knows what it loaded, and says so by its counters.
-            request.metadata.CopyFrom(message_of(checkpoint.metadata))
+            request.metadata.CopyFrom(metadata_to_message(checkpoint.metadata))
         return request
 
     def _tell_damage(self, error: CheckpointError) -> None:

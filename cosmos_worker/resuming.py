@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from cosmos_ctrl.core.resume import ControllerResumeMetadata, SamplingOwner
-from cosmos_ctrl.core.state import EncodedState
+from cosmos_ctrl.core.errors import MalformedError
+from cosmos_ctrl.core.resume import ControllerResumeMetadata
+from cosmos_ctrl.service.metadata import metadata_from_message
 from cosmos_ctrl.v1 import checkpoint_pb2
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_worker.errors import ProtocolError
-
-_OWNERS: dict[SamplingOwner, checkpoint_pb2.SamplingOwner.ValueType] = {
-    "sampler": checkpoint_pb2.SAMPLING_OWNER_SAMPLER,
-    "batch_sampler": checkpoint_pb2.SAMPLING_OWNER_BATCH_SAMPLER,
-}
-_OWNERS_BACK = {number: name for name, number in _OWNERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,31 +104,6 @@ def metadata_of(message: checkpoint_pb2.ResumeMetadata) -> ControllerResumeMetad
         ProtocolError: a field cannot be.
     """
     try:
-        return ControllerResumeMetadata(
-            schema_version=message.schema_version,
-            checkpoint_path=message.checkpoint_path,
-            checkpoint_id=message.checkpoint_id,
-            completed_training_steps=message.completed_training_steps,
-            completed_optimizer_updates=message.completed_optimizer_updates,
-            remaining_completions=message.remaining_completions,
-            epoch=message.epoch,
-            sampling_owner=_OWNERS_BACK[message.sampling_owner],
-            sampler_state=EncodedState(message.sampler_state.data, message.sampler_state.codec),
-        )
-    except (KeyError, ValueError) as error:
-        raise ProtocolError(f"the controller's resume metadata is not valid: {error}") from error
-
-
-def message_of(metadata: ControllerResumeMetadata) -> checkpoint_pb2.ResumeMetadata:
-    """The value as it travels."""
-    return checkpoint_pb2.ResumeMetadata(
-        schema_version=metadata.schema_version,
-        checkpoint_path=metadata.checkpoint_path,
-        checkpoint_id=metadata.checkpoint_id,
-        completed_training_steps=metadata.completed_training_steps,
-        completed_optimizer_updates=metadata.completed_optimizer_updates,
-        remaining_completions=metadata.remaining_completions,
-        epoch=metadata.epoch,
-        sampling_owner=_OWNERS[metadata.sampling_owner],
-        sampler_state=checkpoint_pb2.SamplerState(data=metadata.encoded_state.data, codec=metadata.encoded_state.codec),
-    )
+        return metadata_from_message(message)
+    except MalformedError as error:
+        raise ProtocolError(f"the controller's resume metadata is not valid: {error.what}") from error

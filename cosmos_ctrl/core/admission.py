@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from cosmos_ctrl.core.commands import CommandLog, CompletionReport, Train
 from cosmos_ctrl.core.errors import MalformedError, NotAllowedError, WindowFullError
 from cosmos_ctrl.core.execution import Incarnation
+from cosmos_ctrl.core.groups import Outcome, Refusal, Segment
 from cosmos_ctrl.core.policy import RunPolicy
-from cosmos_ctrl.core.rollouts import Outcome, Refusal, Rollouts, Segment
+from cosmos_ctrl.core.rollouts import Rollouts
 
 _MAX_METRICS = 64
 

@@ -23,9 +23,9 @@ from cosmos_ctrl.core.errors import (
     WrongStepError,
 )
 from cosmos_ctrl.core.execution import Place
+from cosmos_ctrl.core.groups import Disposition
 from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.lifecycle import EndReason
-from cosmos_ctrl.core.rollouts import Disposition
 
 #: Commands kept for ranks that ask again. A rank is never more than one TRAIN behind, with a SAVE between.
 _KEPT_COMMANDS = 8

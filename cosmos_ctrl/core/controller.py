@@ -23,12 +23,14 @@ from cosmos_ctrl.core.errors import (
     WrongStepError,
 )
 from cosmos_ctrl.core.execution import ExecutionIdentity, Fence, Incarnation, Notice, Place, WorkerInfo, Workers
+from cosmos_ctrl.core.groups import CompletionPayload
 from cosmos_ctrl.core.leasing import LeaseReply, Leasing
 from cosmos_ctrl.core.ledger import SamplingBoundary, SamplingReplayLedger
-from cosmos_ctrl.core.lifecycle import EndReason, Lifecycle, Phase, Record
+from cosmos_ctrl.core.lifecycle import Lifecycle, Record
 from cosmos_ctrl.core.policy import RunPolicy
-from cosmos_ctrl.core.rollouts import CompletionPayload, Rollouts
+from cosmos_ctrl.core.rollouts import Rollouts
 from cosmos_ctrl.core.sampling import Prompt, Sampling
+from cosmos_ctrl.core.statistics import RunStatistics
 from cosmos_ctrl.core.training import Training
 
 #: Groups of execution e are numbered from e × 2^40 + 1, so a number names one group over all executions of a run.
@@ -69,36 +71,6 @@ class RecordDamage:
 
 
 Effect = Publish | RecordDamage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStatistics:
-    """A frozen snapshot of the run."""
-
-    phase: Phase
-    completed_training_steps: int
-    completed_optimizer_updates: int
-    remaining_completions: int
-    safe_remaining_completions: int
-    epoch: int
-    window_draws: int
-    window_completions: int
-    gap_age_s: float | None
-    blocking_group: int
-    groups_pending: int
-    groups_leased: int
-    groups_ready: int
-    groups_training: int
-    trained_completions: int
-    discarded_completions: int
-    stale_refused: int
-    lease_lost: int
-    weights_version: int | None
-    mean_reward: float | None
-    saves_pending: int
-    last_save: Save | None
-    """Newest committed save of this execution."""
-    end: tuple[EndReason, str] | None
 
 
 class Controller:

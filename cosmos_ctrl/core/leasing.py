@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from cosmos_ctrl.core.admission import WeightAnnouncement
 from cosmos_ctrl.core.errors import MalformedError, NotAllowedError, SequenceGapError, WindowFullError
 from cosmos_ctrl.core.execution import Incarnation
+from cosmos_ctrl.core.groups import Lease
 from cosmos_ctrl.core.ledger import SamplingReplayLedger
 from cosmos_ctrl.core.lifecycle import Lifecycle
 from cosmos_ctrl.core.policy import RunPolicy
-from cosmos_ctrl.core.rollouts import Lease, Rollouts
+from cosmos_ctrl.core.rollouts import Rollouts
 from cosmos_ctrl.core.sampling import Draw, Sampling
 
 #: Room in a reply for what is not prompts.

@@ -24,7 +24,7 @@ from cosmos_ctrl.core.commands import Save
 from cosmos_ctrl.core.controller import Controller, Effect, Publish, RecordDamage
 from cosmos_ctrl.core.errors import ControlError, StorageUnavailableError
 from cosmos_ctrl.core.resume import SamplingOwner
-from cosmos_ctrl.service.convert import save_metadata
+from cosmos_ctrl.service.messages import save_metadata
 from cosmos_ctrl.service.watch import Revisions
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from cosmos_ctrl.core.errors import (
     RestoringError,
 )
 from cosmos_ctrl.core.leasing import LeaseReply
-from cosmos_ctrl.service import convert
+from cosmos_ctrl.service import convert, messages
+from cosmos_ctrl.service.metadata import metadata_to_message
 from cosmos_ctrl.service.runtime import Runtime
 from cosmos_ctrl.v1 import checkpoint_pb2, reports_pb2
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
@@ -71,12 +72,12 @@ class ControllerServicer(ControllerServiceServicer):
             limits=self._limits(),
         )
         if core.resumed is not None:
-            response.metadata.CopyFrom(convert.metadata_to_message(core.resumed.metadata))
+            response.metadata.CopyFrom(metadata_to_message(core.resumed.metadata))
             response.manifest_digest = core.resumed.manifest_digest
             response.application_note = core.resumed.application_note
             response.repeat_bound_completions = core.resumed.repeat_bound_completions
         if state.end is not None:
-            response.end.CopyFrom(convert.end_to_message(*state.end, state.completed_training_steps))
+            response.end.CopyFrom(messages.end_to_message(*state.end, state.completed_training_steps))
         return response
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
@@ -96,7 +97,7 @@ class ControllerServicer(ControllerServiceServicer):
         page, token = _page(workers, request.page_size, request.page_token)
         return pb.ListWorkersResponse(
             header=self._header(),
-            workers=[convert.worker_to_message(w, self._core.workers.silence_s(w)) for w in page],
+            workers=[messages.worker_to_message(w, self._core.workers.silence_s(w)) for w in page],
             next_page_token=token,
         )
 
@@ -107,7 +108,7 @@ class ControllerServicer(ControllerServiceServicer):
         page, token = _page(found, request.page_size, request.page_token)
         return pb.ListCheckpointsResponse(
             header=self._header(),
-            checkpoints=[convert.checkpoint_to_message(f.path, f.manifest, f.manifest_digest) for f in page],
+            checkpoints=[messages.checkpoint_to_message(f.path, f.manifest, f.manifest_digest) for f in page],
             next_page_token=token,
         )
 
@@ -119,7 +120,7 @@ class ControllerServicer(ControllerServiceServicer):
         found = await asyncio.to_thread(explain, store, compatibility=info.compatibility, on_corrupt=info.on_corrupt)
         page, token = _page(found.candidates, request.page_size, request.page_token)
         return pb.ExplainResumeResponse(
-            header=self._header(), candidates=map(convert.candidate_to_message, page), next_page_token=token
+            header=self._header(), candidates=map(messages.candidate_to_message, page), next_page_token=token
         )
 
     # -- workers
@@ -133,7 +134,7 @@ class ControllerServicer(ControllerServiceServicer):
         return pb.RegisterWorkerResponse(
             header=self._header(),
             session_id=worker.session,
-            lease_time=convert.duration(core.policy.session_ttl_s),
+            lease_time=messages.duration(core.policy.session_ttl_s),
             applied=worker.log.applied,
             limits=self._limits(),
             weights_announced=core.policy.announces_weights,
@@ -163,7 +164,7 @@ class ControllerServicer(ControllerServiceServicer):
             batch = convert.batch_from_message(request.batch)
             return core.submit(identity.execution_id, identity.session_id, *confirmed, batch)
 
-        return convert.ack_to_message(self._settled(apply))
+        return messages.ack_to_message(self._settled(apply))
 
     # -- rollouts
 
@@ -185,8 +186,8 @@ class ControllerServicer(ControllerServiceServicer):
         assert reply is not None, "the last call always answers"
         return pb.LeasePromptsResponse(
             header=self._header(),
-            groups=map(convert.lease_to_message, reply.leases),
-            weights=convert.weights_to_message(reply.weights) if reply.weights else None,
+            groups=map(messages.lease_to_message, reply.leases),
+            weights=messages.weights_to_message(reply.weights) if reply.weights else None,
             no_more=reply.no_more,
         )
 
@@ -226,12 +227,12 @@ class ControllerServicer(ControllerServiceServicer):
         command = await self._runtime.until(attempt, _wait(request.wait))
         response = pb.NextCommandResponse(header=self._header())
         if isinstance(command, Train):
-            response.train.CopyFrom(convert.train_to_message(command, core.dp_size(identity.session_id)))
+            response.train.CopyFrom(messages.train_to_message(command, core.dp_size(identity.session_id)))
         elif isinstance(command, Save):
             owner = self._runtime.info.sampling_owner
-            response.save.CopyFrom(convert.save_to_message(command, owner, core.identity.number))
+            response.save.CopyFrom(messages.save_to_message(command, owner, core.identity.number))
         elif isinstance(command, End):
-            response.end.CopyFrom(convert.end_command_to_message(command))
+            response.end.CopyFrom(messages.end_command_to_message(command))
         return response
 
     async def FetchPayloads(
@@ -242,7 +243,7 @@ class ControllerServicer(ControllerServiceServicer):
         core.hear(identity.execution_id, identity.session_id)
         share = request.dp_rank if request.HasField("dp_rank") else None
         groups = core.payloads(identity.execution_id, identity.session_id, request.command, share)
-        for chunk in convert.payload_messages(groups, PAYLOAD_CHUNK_BYTES):
+        for chunk in messages.payload_messages(groups, PAYLOAD_CHUNK_BYTES):
             yield pb.FetchPayloadsResponse(header=self._header(), groups=chunk)
 
     async def ReportShards(self, request: pb.ReportShardsRequest, context: Any) -> pb.ReportShardsResponse:
@@ -310,12 +311,12 @@ class ControllerServicer(ControllerServiceServicer):
 
     def _state(self) -> pb.RunState:
         state = self._core.statistics()
-        return convert.state_to_message(state, self._core.identity.number, self._checkpoint())
+        return messages.state_to_message(state, self._core.identity.number, self._checkpoint())
 
     def _checkpoint(self) -> checkpoint_pb2.Checkpoint | None:
         save, resumed, newest = self._core.training.last_save, self._core.resumed, self._runtime.newest
         if save is not None and newest is not None:
-            return convert.checkpoint_to_message(save.path, newest, save.manifest_digest)
+            return messages.checkpoint_to_message(save.path, newest, save.manifest_digest)
         if save is None and resumed is not None:
             return checkpoint_pb2.Checkpoint(
                 checkpoint_id=resumed.metadata.checkpoint_id,

@@ -15,11 +15,11 @@ from cosmos_ctrl.core.agreement import Restored, Resumed
 from cosmos_ctrl.core.commands import Command, CompletionReport, DisposedRow, Save, ShardReceipt, Train
 from cosmos_ctrl.core.controller import Acknowledgement, Controller, Publish
 from cosmos_ctrl.core.execution import ExecutionIdentity, Place, WorkerInfo
+from cosmos_ctrl.core.groups import Lease
 from cosmos_ctrl.core.leasing import LeaseReply
 from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.policy import RunPolicy
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
-from cosmos_ctrl.core.rollouts import Lease
 from cosmos_ctrl.core.samplers import SeekableSampler
 from cosmos_ctrl.core.sampling import Prompt, Sampling
 

@@ -26,7 +26,7 @@ from cosmos_ctrl.core.errors import (
     WrongStepError,
 )
 from cosmos_ctrl.core.execution import Place, WorkerInfo
-from cosmos_ctrl.core.rollouts import PayloadsFreed
+from cosmos_ctrl.core.groups import PayloadsFreed
 from cosmos_ctrl.core.samplers import SeekableSampler
 from cosmos_ctrl.core.sampling import Prompt, Sampling
 

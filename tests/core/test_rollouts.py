@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cosmos_ctrl.core.errors import UnknownWorkError
 from cosmos_ctrl.core.execution import BatchLog, Incarnation, Place, WorkerInfo
+from cosmos_ctrl.core.groups import Group, Lease, LeasesCancelled, PayloadsFreed, Segment
 from cosmos_ctrl.core.ledger import SamplingBoundary
-from cosmos_ctrl.core.rollouts import Group, Lease, LeasesCancelled, PayloadsFreed, Rollouts, Segment
+from cosmos_ctrl.core.rollouts import Rollouts
 from cosmos_ctrl.core.sampling import Draw, Prompt
 
 

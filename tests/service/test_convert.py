@@ -14,12 +14,13 @@ from cosmos_ctrl.core.commands import DisposedRow, End, Save, Train
 from cosmos_ctrl.core.controller import GroupPayloads
 from cosmos_ctrl.core.errors import MalformedError
 from cosmos_ctrl.core.execution import Notice, Place
+from cosmos_ctrl.core.groups import CompletionPayload, Lease, LeasesCancelled, PayloadsFreed
 from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
-from cosmos_ctrl.core.rollouts import CompletionPayload, Lease, LeasesCancelled, PayloadsFreed
 from cosmos_ctrl.core.sampling import Prompt
 from cosmos_ctrl.core.state import EncodedState
-from cosmos_ctrl.service import convert
+from cosmos_ctrl.service import convert, messages
+from cosmos_ctrl.service.metadata import metadata_from_message, metadata_to_message
 from cosmos_ctrl.v1 import checkpoint_pb2, reports_pb2
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 
@@ -40,7 +41,7 @@ def from_words(groups, words, masks) -> dict[int, int]:
 
 @given(st.dictionaries(st.integers(1, 2**64 - 1), MASKS.filter(bool), max_size=8))
 def test_masks_of_any_size_go_through_words_and_come_back(rows):
-    groups, words, masks = convert.to_words(rows.items())
+    groups, words, masks = messages.to_words(rows.items())
     assert from_words(groups, words, masks) == rows
     assert bool(words) == any(mask >> 64 for mask in rows.values())
     assert list(dict.fromkeys(groups)) == list(rows)
@@ -48,7 +49,7 @@ def test_masks_of_any_size_go_through_words_and_come_back(rows):
 
 @given(MASKS)
 def test_mask_words_are_low_first_without_trailing_zeros(mask):
-    words = convert.mask_words(mask)
+    words = messages.mask_words(mask)
     assert sum(word << 64 * i for i, word in enumerate(words)) == mask
     assert not words or words[-1]
 
@@ -71,8 +72,8 @@ metadata = st.builds(
 
 @given(metadata)
 def test_metadata_crosses_the_wire_unchanged(value):
-    data = convert.metadata_to_message(value).SerializeToString()
-    assert convert.metadata_from_message(checkpoint_pb2.ResumeMetadata.FromString(data)) == value
+    data = metadata_to_message(value).SerializeToString()
+    assert metadata_from_message(checkpoint_pb2.ResumeMetadata.FromString(data)) == value
 
 
 def message(**overrides) -> checkpoint_pb2.ResumeMetadata:
@@ -104,7 +105,7 @@ def message(**overrides) -> checkpoint_pb2.ResumeMetadata:
 )
 def test_metadata_that_is_not_version_1_is_malformed(overrides):
     with pytest.raises(MalformedError):
-        convert.metadata_from_message(message(**overrides))
+        metadata_from_message(message(**overrides))
 
 
 def test_a_confirmation_without_content_is_malformed():
@@ -222,7 +223,7 @@ def test_the_absence_of_an_end_is_not_an_empty_end():
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 def test_a_train_command_gives_each_row_one_share(dp_size):
     rows = [(1, 0b11), (2, 1 << 64 | 1), (3, 1 << 130), (4, 5)]
-    message = convert.train_to_message(Train(7, 3, tuple(rows), deadline=60.0), dp_size)
+    message = messages.train_to_message(Train(7, 3, tuple(rows), deadline=60.0), dp_size)
     assert message.step == 3
     assert from_words(message.groups, message.words, message.masks) == dict(rows)
     shares = dict(zip(message.groups, message.dp_ranks, strict=True))
@@ -230,7 +231,7 @@ def test_a_train_command_gives_each_row_one_share(dp_size):
 
 
 def test_a_train_command_of_small_groups_has_no_words():
-    message = convert.train_to_message(Train(1, 1, ((1, 3), (2, 3)), deadline=60.0), 1)
+    message = messages.train_to_message(Train(1, 1, ((1, 3), (2, 3)), deadline=60.0), 1)
     assert not message.words
     assert list(message.groups) == [1, 2]
 
@@ -238,8 +239,8 @@ def test_a_train_command_of_small_groups_has_no_words():
 def test_a_save_command_carries_the_boundary_as_metadata():
     boundary = SamplingBoundary(epoch=2, sampler_state={"position": 5}, remaining_completions=9)
     save = Save(3, "id", "checkpoints/p", 4, 8, boundary, 6, True, 0.0)
-    message = convert.save_to_message(save, "batch_sampler", 12)
-    back = convert.metadata_from_message(message.metadata)
+    message = messages.save_to_message(save, "batch_sampler", 12)
+    back = metadata_from_message(message.metadata)
     assert (back.checkpoint_path, back.checkpoint_id, back.sampling_owner) == ("checkpoints/p", "id", "batch_sampler")
     assert (back.completed_training_steps, back.completed_optimizer_updates) == (4, 8)
     assert (back.epoch, back.remaining_completions, back.sampler_state) == (2, 9, {"position": 5})
@@ -249,26 +250,26 @@ def test_a_save_command_carries_the_boundary_as_metadata():
 
 @pytest.mark.parametrize("reason", ["BUDGET_EXHAUSTED", "STEP_LIMIT", "STOP_REQUESTED", "FAILURE"])
 def test_every_reason_to_end_has_a_value(reason):
-    message = convert.end_command_to_message(End(1, reason, "why", 5))
+    message = messages.end_command_to_message(End(1, reason, "why", 5))
     assert pb.EndReason.Name(message.reason) == f"END_REASON_{reason}"
     assert (message.message, message.completed_training_steps) == ("why", 5)
 
 
 def test_notices_of_each_kind():
-    freed = convert._notice_to_message(Notice(1, PayloadsFreed(((5, 1 << 70 | 1), (6, 2)))))
+    freed = messages._notice_to_message(Notice(1, PayloadsFreed(((5, 1 << 70 | 1), (6, 2)))))
     assert from_words(freed.freed.groups, freed.freed.words, freed.freed.masks) == {5: 1 << 70 | 1, 6: 2}
-    cancelled = convert._notice_to_message(Notice(2, LeasesCancelled((4, 9))))
+    cancelled = messages._notice_to_message(Notice(2, LeasesCancelled((4, 9))))
     assert (cancelled.number, list(cancelled.cancelled.leases)) == (2, [4, 9])
 
 
 def test_a_lease_of_a_large_group_names_what_is_to_be_generated():
     lease = Lease(9, 4, Prompt("k", "s", b"", "raw"), 130, 1 << 129 | 0b101, 2.5)
-    message = convert.lease_to_message(lease)
+    message = messages.lease_to_message(lease)
     assert list(message.masks) == [0b101, 0, 0b10]
     assert (message.group, message.lease, message.completions, message.prompt_key) == (9, 4, 130, "k")
     assert message.HasField("payload")
     assert message.deadline.ToMilliseconds() == 2500
-    without = convert.lease_to_message(Lease(9, 4, Prompt("k"), 1, 1, None))
+    without = messages.lease_to_message(Lease(9, 4, Prompt("k"), 1, 1, None))
     assert not without.HasField("payload")
     assert not without.HasField("deadline")
 
@@ -289,17 +290,17 @@ def reassembled(chunks) -> dict[int, list]:
 
 
 def test_an_empty_share_is_one_message_without_groups():
-    assert list(convert.payload_messages([], 100)) == [[]]
+    assert list(messages.payload_messages([], 100)) == [[]]
 
 
 def test_a_group_without_completions_is_still_named():
-    (chunk,) = convert.payload_messages([GroupPayloads(1, Prompt("k"), ())], 100)
+    (chunk,) = messages.payload_messages([GroupPayloads(1, Prompt("k"), ())], 100)
     assert [part.group for part in chunk] == [1]
 
 
 def test_absent_payload_empty_payload_and_handle_are_told_apart():
     group = GroupPayloads(1, Prompt("k"), (completion(0), completion(1, b""), completion(2, None, "")))
-    ((part,),) = convert.payload_messages([group], 1000)
+    ((part,),) = messages.payload_messages([group], 1000)
     assert [c.WhichOneof("payload") for c in part.completions] == [None, "inline", "handle"]
 
 
@@ -307,7 +308,7 @@ def test_a_group_larger_than_a_message_goes_on_in_the_next():
     group = GroupPayloads(
         8, Prompt("key", "src", b"PP", "raw"), tuple(completion(i, bytes([i]) * 300) for i in range(10))
     )
-    chunks = list(convert.payload_messages([group], 1000))
+    chunks = list(messages.payload_messages([group], 1000))
     assert len(chunks) >= 4
     for (part,) in chunks:
         assert part.completions
@@ -324,7 +325,7 @@ def test_chunks_hold_everything_once_in_order_and_stay_small(seed):
         payloads = [choice.randbytes(choice.choice([0, 1, 50, 400, 2500])) for _ in range(choice.randrange(5))]
         prompt = Prompt(f"k{number}", payload=choice.randbytes(choice.choice([0, 100, 1500])))
         groups.append(GroupPayloads(number, prompt, tuple(completion(i, data) for i, data in enumerate(payloads))))
-    chunks = list(convert.payload_messages(groups, 1000))
+    chunks = list(messages.payload_messages(groups, 1000))
     assert chunks
     assert all(chunks) or chunks == [[]]
     back = reassembled(chunks)
@@ -359,7 +360,7 @@ def test_any_other_note_is_malformed(note):
 
 @given(st.floats(0, 1e9))
 def test_durations_keep_their_nanoseconds(value):
-    assert convert.seconds(convert.duration(value)) == pytest.approx(value, abs=1e-9, rel=1e-12)
+    assert convert.seconds(messages.duration(value)) == pytest.approx(value, abs=1e-9, rel=1e-12)
 
 
 def test_a_negative_duration_is_malformed():
@@ -390,7 +391,5 @@ def test_rewards_that_are_no_number_cross_as_they_are():
 
 
 def test_a_state_that_is_not_json_may_be_anything():
-    value = convert.metadata_from_message(
-        message(sampler_state=checkpoint_pb2.SamplerState(data=b"\xff", codec="bytes"))
-    )
+    value = metadata_from_message(message(sampler_state=checkpoint_pb2.SamplerState(data=b"\xff", codec="bytes")))
     assert value.encoded_state == EncodedState(b"\xff", "bytes")

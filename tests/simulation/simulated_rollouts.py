@@ -10,7 +10,7 @@ from simulated_world import World, bits_of, fingerprint
 from cosmos_ctrl.core.admission import Batch, RolloutRows, RowRefused
 from cosmos_ctrl.core.errors import NotRegisteredError, StaleExecutionError, SupersededError
 from cosmos_ctrl.core.execution import Place, WorkerInfo
-from cosmos_ctrl.core.rollouts import Lease, LeasesCancelled
+from cosmos_ctrl.core.groups import Lease, LeasesCancelled
 
 
 @dataclass

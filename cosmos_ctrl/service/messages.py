@@ -1,0 +1,294 @@
+"""Core values to messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from google.protobuf import duration_pb2
+
+from cosmos_ctrl.checkpoints.discovery import Candidate
+from cosmos_ctrl.checkpoints.manifest import CheckpointManifest
+from cosmos_ctrl.core.admission import RowRefused, WeightAnnouncement
+from cosmos_ctrl.core.commands import End, Save, Train
+from cosmos_ctrl.core.controller import Acknowledgement, GroupPayloads
+from cosmos_ctrl.core.execution import Incarnation, Notice
+from cosmos_ctrl.core.groups import CompletionPayload, Lease, LeasesCancelled, PayloadsFreed
+from cosmos_ctrl.core.lifecycle import EndReason
+from cosmos_ctrl.core.resume import ControllerResumeMetadata, SamplingOwner
+from cosmos_ctrl.core.statistics import RunStatistics
+from cosmos_ctrl.service.metadata import metadata_to_message
+from cosmos_ctrl.v1 import checkpoint_pb2, controller_service_pb2, reports_pb2
+
+_ROLES = {"trainer": controller_service_pb2.ROLE_TRAINER, "rollout": controller_service_pb2.ROLE_ROLLOUT}
+
+_WORD = (1 << 64) - 1
+
+
+def to_words(rows: Iterable[tuple[int, int]]) -> tuple[list[int], list[int], list[int]]:
+    """Rows of (group, mask) as columns of group, word and 64-bit mask; words are empty when all are 0."""
+    groups, words, masks = [], [], []
+    for group, mask in rows:
+        word = 0
+        while mask:
+            if mask & _WORD:
+                groups.append(group)
+                words.append(word)
+                masks.append(mask & _WORD)
+            mask >>= 64
+            word += 1
+    return groups, words if any(words) else [], masks
+
+
+def mask_words(mask: int) -> list[int]:
+    """A mask as 64-bit words, low first, without trailing zeros."""
+    words = []
+    while mask:
+        words.append(mask & _WORD)
+        mask >>= 64
+    return words
+
+
+def ack_to_message(ack: Acknowledgement) -> reports_pb2.ReportAck:
+    """The ack with its notices."""
+    return reports_pb2.ReportAck(applied=ack.applied, notices=map(_notice_to_message, ack.notices))
+
+
+def _notice_to_message(notice: Notice) -> reports_pb2.Notice:
+    content = notice.content
+    if isinstance(content, RowRefused):
+        reason = reports_pb2.RefusalReason.Value(f"REFUSAL_REASON_{content.reason}")
+        refused = reports_pb2.RowRefused(
+            batch=content.batch,
+            block=content.block,
+            row=content.row,
+            reason=reason,
+            group=content.group,
+            word=content.word,
+            mask=content.mask,
+        )
+        return reports_pb2.Notice(number=notice.number, refused=refused)
+    if isinstance(content, PayloadsFreed):
+        groups, words, masks = to_words(content.rows)
+        freed = reports_pb2.PayloadsFreed(groups=groups, words=words, masks=masks)
+        return reports_pb2.Notice(number=notice.number, freed=freed)
+    assert isinstance(content, LeasesCancelled), content
+    return reports_pb2.Notice(number=notice.number, cancelled=reports_pb2.LeasesCancelled(leases=content.leases))
+
+
+def weights_to_message(weights: WeightAnnouncement) -> reports_pb2.WeightAnnouncement:
+    """Newest weights."""
+    return reports_pb2.WeightAnnouncement(version=weights.version, handle=weights.handle)
+
+
+def lease_to_message(lease: Lease) -> controller_service_pb2.LeasedGroup:
+    """A group as handed to a worker."""
+    return controller_service_pb2.LeasedGroup(
+        group=lease.group,
+        lease=lease.number,
+        prompt_key=lease.prompt.key,
+        source=lease.prompt.source,
+        completions=lease.size,
+        masks=mask_words(lease.mask),
+        payload=lease.prompt.payload,
+        payload_codec=lease.prompt.codec,
+        deadline=None if lease.deadline_s is None else duration(lease.deadline_s),
+    )
+
+
+def train_to_message(command: Train, dp_size: int) -> controller_service_pb2.TrainCommand:
+    """A TRAIN command with the share of every row."""
+    message = controller_service_pb2.TrainCommand(step=command.step)
+    for index, row in enumerate(command.rows):
+        groups, words, masks = to_words([row])
+        message.groups.extend(groups)
+        message.words.extend(words or [0] * len(groups))
+        message.masks.extend(masks)
+        message.dp_ranks.extend([index % dp_size] * len(groups))
+    if not any(message.words):
+        del message.words[:]
+    return message
+
+
+def save_metadata(save: Save, owner: SamplingOwner) -> ControllerResumeMetadata:
+    """The metadata that a resume from this save has."""
+    return ControllerResumeMetadata(
+        checkpoint_path=save.path,
+        checkpoint_id=save.checkpoint_id,
+        completed_training_steps=save.steps,
+        completed_optimizer_updates=save.updates,
+        remaining_completions=save.boundary.remaining_completions,
+        epoch=save.boundary.epoch,
+        sampling_owner=owner,
+        sampler_state=save.boundary.encoded_state,
+    )
+
+
+def save_to_message(save: Save, owner: SamplingOwner, execution_number: int) -> controller_service_pb2.SaveCommand:
+    """A SAVE command."""
+    return controller_service_pb2.SaveCommand(
+        checkpoint_id=save.checkpoint_id,
+        path=save.path,
+        completed_training_steps=save.steps,
+        completed_optimizer_updates=save.updates,
+        execution_number=execution_number,
+        metadata=metadata_to_message(save_metadata(save, owner)),
+        final=save.final,
+    )
+
+
+def end_to_message(reason: EndReason, message: str, steps: int) -> controller_service_pb2.EndCommand:
+    """Why the execution ends."""
+    return controller_service_pb2.EndCommand(
+        reason=controller_service_pb2.EndReason.Value(f"END_REASON_{reason}"),
+        message=message,
+        completed_training_steps=steps,
+    )
+
+
+def end_command_to_message(command: End) -> controller_service_pb2.EndCommand:
+    """An END command."""
+    return end_to_message(command.reason, command.message, command.steps)
+
+
+def payload_messages(
+    groups: Sequence[GroupPayloads], most_bytes: int
+) -> Iterator[list[controller_service_pb2.GroupPayloads]]:
+    """The groups in messages of about `most_bytes`; a group that is larger continues in the next. Empty once, if empty."""
+    chunk: list[controller_service_pb2.GroupPayloads] = []
+    size = 0
+    for group in groups:
+        part = _group_message(group)
+        size += len(part.prompt)
+        for completion in group.completions:
+            length = len(completion.payload or b"") + 64
+            if size + length > most_bytes and (chunk or part.completions):
+                if part.completions:
+                    chunk.append(part)
+                    part = _group_message(group)
+                yield chunk
+                chunk, size = [], len(part.prompt)
+            part.completions.append(_completion_message(completion))
+            size += length
+        chunk.append(part)
+    yield chunk
+
+
+def _completion_message(completion: CompletionPayload) -> controller_service_pb2.CompletionPayload:
+    message = controller_service_pb2.CompletionPayload(
+        completion=completion.completion,
+        reward=completion.reward,
+        lowest_version=completion.lowest_version,
+        highest_version=completion.highest_version,
+        codec=completion.codec,
+    )
+    if completion.payload is not None:
+        message.inline = completion.payload
+    elif completion.handle is not None:
+        message.handle = completion.handle
+    return message
+
+
+def _group_message(group: GroupPayloads) -> controller_service_pb2.GroupPayloads:
+    return controller_service_pb2.GroupPayloads(
+        group=group.group,
+        prompt_key=group.prompt.key,
+        source=group.prompt.source,
+        prompt=group.prompt.payload,
+        prompt_codec=group.prompt.codec,
+    )
+
+
+_VERDICTS: dict[str, checkpoint_pb2.Verdict.ValueType] = {
+    "chosen": checkpoint_pb2.VERDICT_CHOSEN,
+    "older": checkpoint_pb2.VERDICT_OLDER,
+    "uncommitted": checkpoint_pb2.VERDICT_UNCOMMITTED,
+    "damaged": checkpoint_pb2.VERDICT_DAMAGED,
+    "incompatible": checkpoint_pb2.VERDICT_INCOMPATIBLE,
+    "unreadable": checkpoint_pb2.VERDICT_UNREADABLE,
+}
+
+
+def checkpoint_to_message(path: str, manifest: CheckpointManifest, digest: str) -> checkpoint_pb2.Checkpoint:
+    """A committed checkpoint."""
+    return checkpoint_pb2.Checkpoint(
+        checkpoint_id=manifest.checkpoint_id,
+        path=path,
+        manifest_digest=digest,
+        execution_number=manifest.execution_number,
+        completed_training_steps=manifest.metadata.completed_training_steps,
+        completed_optimizer_updates=manifest.metadata.completed_optimizer_updates,
+        parent_checkpoint_id=manifest.parent.checkpoint_id if manifest.parent else "",
+        total_bytes=manifest.total_bytes,
+    )
+
+
+def candidate_to_message(candidate: Candidate) -> checkpoint_pb2.Candidate:
+    """A candidate and its verdict."""
+    message = checkpoint_pb2.Candidate(
+        path=candidate.path, verdict=_VERDICTS[candidate.verdict], explanation=candidate.explanation
+    )
+    if candidate.manifest is not None:
+        found = checkpoint_to_message(candidate.path, candidate.manifest, candidate.manifest_digest)
+        message.checkpoint.CopyFrom(found)
+    return message
+
+
+def state_to_message(
+    state: RunStatistics, execution_number: int, checkpoint: checkpoint_pb2.Checkpoint | None
+) -> controller_service_pb2.RunState:
+    """The run as it is."""
+    message = controller_service_pb2.RunState(
+        phase=controller_service_pb2.Phase.Value(f"PHASE_{state.phase}"),
+        execution_number=execution_number,
+        completed_training_steps=state.completed_training_steps,
+        completed_optimizer_updates=state.completed_optimizer_updates,
+        remaining_completions=state.remaining_completions,
+        safe_remaining_completions=state.safe_remaining_completions,
+        epoch=state.epoch,
+        window_draws=state.window_draws,
+        window_completions=state.window_completions,
+        gap_age=None if state.gap_age_s is None else duration(state.gap_age_s),
+        blocking_group=state.blocking_group,
+        groups_pending=state.groups_pending,
+        groups_leased=state.groups_leased,
+        groups_ready=state.groups_ready,
+        groups_training=state.groups_training,
+        trained_completions=state.trained_completions,
+        discarded_completions=state.discarded_completions,
+        stale_refused=state.stale_refused,
+        lease_lost=state.lease_lost,
+        weights_version=state.weights_version,
+        mean_reward=state.mean_reward,
+        checkpoint=checkpoint,
+        saves_pending=state.saves_pending,
+    )
+    if state.end is not None:
+        message.end.CopyFrom(end_to_message(*state.end, state.completed_training_steps))
+    return message
+
+
+def worker_to_message(worker: Incarnation, silent_s: float) -> controller_service_pb2.Worker:
+    """One worker, for people."""
+    place = worker.place
+    return controller_service_pb2.Worker(
+        role=_ROLES[place.role],
+        group=place.group,
+        replica=place.replica,
+        rank=place.rank,
+        incarnation=worker.info.incarnation,
+        host=worker.info.host,
+        pid=worker.info.pid,
+        connected=bool(worker.session),
+        silent=duration(silent_s),
+        leases=len(worker.leases),
+        applied=worker.log.applied,
+        ended=worker.ended,
+        metrics=[reports_pb2.Metric(name=name, value=value) for name, value in sorted(worker.metrics.items())],
+    )
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds as a Duration, to the nanosecond."""
+    message = duration_pb2.Duration()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message
