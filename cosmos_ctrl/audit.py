@@ -4,7 +4,7 @@ Nothing here asks the ledger: it compares what the sampler issued with what was 
 
 * A completion is (epoch, prompt key, index). The *lineage* of the newest committed checkpoint is a chain of segments: each
   execution it descends from, up to the cut of the checkpoint that the next one resumed from.
-* *Skipped*: issued by any execution, settled in no segment of the lineage, and not beyond the newest checkpoint's boundary
+* *Skipped*: issued by any execution of that lineage or beside it, settled in no segment of the lineage, and not beyond the newest checkpoint's boundary
   (from where it would be issued again). Places in the stream are compared by the budget that remained after the draw.
 * *Repeated*: trained in one segment, so that the restored model contains it, and trained again in a later one.
 * *Redone*: trained only after the cut, so that the work was lost, and trained again in the lineage.
@@ -74,6 +74,7 @@ class RunReport:
     live_cursor_would_skip: int
     """Prompts that a checkpoint of the fetched cursor, cut at the same moments, would have lost."""
     stale_reports_refused: int
+    """Batches of reports from other executions' workers; heartbeats and what they asked for are not among them."""
     completed_training_steps: int
     completed_optimizer_updates: int
     remaining_completions: int
@@ -148,7 +149,7 @@ class _Execution:
                     own.cuts[event["checkpoint"]] = cuts[event["checkpoint"]]
             elif kind == "published" and event["checkpoint"] in cuts:
                 own.cuts[event["checkpoint"]] = cuts[event["checkpoint"]]
-            elif kind == "stale_refused":
+            elif kind == "stale_refused" and event["what"] == "report":
                 own.stale += 1
         return own
 
@@ -200,7 +201,7 @@ def audit_journals(journals: Sequence[Iterable[dict[str, Any]]]) -> RunReport:
         settled.update(own.settled(None, 0, end))
     skipped = {
         completion
-        for own in executions
+        for own in _relatives(executions, lineage)
         for issue in own.issues.values()
         if issue.remaining_after >= boundary
         for completion in issue.all()
@@ -231,6 +232,20 @@ def audit_journals(journals: Sequence[Iterable[dict[str, Any]]]) -> RunReport:
         ),
         steps=tuple(steps),
     )
+
+
+def _relatives(executions: Sequence[_Execution], lineage: Sequence[tuple[_Execution, int]]) -> list[_Execution]:
+    """Executions whose work the lineage answers for: its own, those that resumed from a checkpoint of it, and those that began fresh
+    as it did and left no checkpoint. One with checkpoints outside of it is another lineage's."""
+    own = {id(execution) for execution, _ in lineage}
+    checkpoints = {checkpoint for execution, _ in lineage for checkpoint in execution.cuts}
+    return [
+        execution
+        for execution in executions
+        if id(execution) in own
+        or execution.resumed_from in checkpoints
+        or (execution.resumed_from is None and not execution.cuts)
+    ]
 
 
 def _segments(checkpoint: str | None, by_checkpoint: dict[str, _Execution]) -> list[tuple[_Execution, int]]:

@@ -54,8 +54,8 @@ class _Section(BaseModel):
 class RunSection(_Section):
     """[run]"""
 
-    name: _Name = "run"
-    """Name of the run, for people."""
+    name: Annotated[str, Field(min_length=1, pattern=r"^[^/\\]+$")] = "run"
+    """Name of the run, for people, and of its directory unless one is given: without separators."""
     directory: str = ""
     """Where executions and checkpoints lie; runs/NAME when empty."""
     journal: bool = False
@@ -127,6 +127,8 @@ class RolloutSection(_Section):
                 f"min_completions_per_group {self.min_completions_per_group} is more than n_generation {self.n_generation}: "
                 "every group would be dropped"
             )
+        if self.max_staleness is not None and not self.announces_weights:
+            raise ValueError("max_staleness is counted in announced weight versions, and announces_weights is false")
         return self
 
 
@@ -208,6 +210,21 @@ class Config(_Section):
     application: dict[str, Any] = {}
     """Handed to the workers as it is."""
 
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Config:
+        wanted = self.train.groups_per_step
+        if self.rollout.max_outstanding_groups < wanted:
+            raise ValueError(
+                f"rollout.max_outstanding_groups {self.rollout.max_outstanding_groups} is less than train.groups_per_step "
+                f"{wanted}: no step would ever be whole"
+            )
+        if self.workers.max_batch_completions < self.rollout.n_generation:
+            raise ValueError(
+                f"workers.max_batch_completions {self.workers.max_batch_completions} is less than rollout.n_generation "
+                f"{self.rollout.n_generation}: no group would fit a batch"
+            )
+        return self
+
     @property
     def directory(self) -> Path:
         """The run's directory."""
@@ -259,6 +276,7 @@ def load_config(
     """
     source = str(path) if path is not None else "configuration"
     values: dict[str, Any] = {}
+    said: dict[str, str] = {}
     if path is not None:
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -268,16 +286,31 @@ def load_config(
             raise ConfigurationError(source, [f"is not TOML: {error}"]) from error
     for name in sorted(environment):
         if name.startswith(ENVIRONMENT_PREFIX):
-            section, separator, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
-            if not separator or not section or not key:
+            *sections, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+            if not sections or not all((*sections, key)):
                 raise ConfigurationError(source, [f"{name}: expected {ENVIRONMENT_PREFIX}SECTION__KEY"])
-            _section(values, section, source)[key] = _toml_value(environment[name])
+            table = values
+            for section in sections:
+                table = _section(table, section, source)
+            table[key] = _toml_value(environment[name])
+            said[".".join((*sections, key))] = name
     for section, keys in (overrides or {}).items():
         _section(values, section, source).update(keys)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigurationError(source, [_problem(detail) for detail in error.errors()]) from error
+        raise ConfigurationError(source, problems_of(error, said)) from error
+
+
+def problems_of(error: ValidationError, said: Mapping[str, str] | None = None, *, section: str = "") -> list[str]:
+    """Each refused key with its value and the reason, a line each.
+
+    Args:
+        error: pydantic's.
+        said: variables that set keys, by the key.
+        section: what the keys lie in, if the whole configuration was not validated.
+    """
+    return [_problem(detail, said or {}, section) for detail in error.errors()]
 
 
 def _section(values: dict[str, Any], name: str, source: str) -> dict[str, Any]:
@@ -294,8 +327,10 @@ def _toml_value(text: str) -> Any:
         return text
 
 
-def _problem(detail: Any) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
+def _problem(detail: Any, said: Mapping[str, str], section: str) -> str:
+    key = ".".join(str(part) for part in (*filter(None, [section]), *detail["loc"]))
+    if key in said:
+        key = f"{key} (from {said[key]})"
     if detail["type"] == "extra_forbidden":
         return f"{key} = {detail['input']!r}: no such key"
     return f"{key} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"

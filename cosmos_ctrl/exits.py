@@ -22,5 +22,7 @@ class ExitCode(IntEnum):
     """The checkpoint to resume from is missing, damaged, unreadable or incompatible."""
     SUPERSEDED = 14
     """A newer execution has claimed the run. Do not start this one again."""
+    INTERRUPTED = 130
+    """A person interrupted it before there was anything to save."""
     DAMAGE_FOUND = 15
     """A rank found damage while loading; it is recorded, and the next execution errs or passes over, as configured."""

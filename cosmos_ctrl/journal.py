@@ -6,11 +6,15 @@ survives the death of the process, which is what it is for. The last line of a k
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 
 class Journal:
@@ -19,14 +23,23 @@ class Journal:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._broken = False
 
     def record(self, event: str, **values: Any) -> None:
-        """Note an event."""
-        self._file.write(json.dumps({"event": event, "t": round(time.time(), 3), **values}) + "\n")
+        """Note an event. Never fails: who records is in the middle of a change. After a failed write nothing more is written, so
+        an audit misses what followed, and refuses the run, rather than counting with a hole."""
+        if self._broken:
+            return
+        try:
+            self._file.write(json.dumps({"event": event, "t": round(time.time(), 3), **values}) + "\n")
+        except OSError as error:
+            self._broken = True
+            _log.error("the journal cannot be written any more, and the run cannot be audited: %s", error)
 
     def close(self) -> None:
         """No more events."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what was not written was said when it happened
+            self._file.close()
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The controller as a process: claims, discovers, opens its port, restores, serves, ends.
 
-* Order: the execution number is claimed, then the checkpoint discovered, then the port opened (everything answers
-  RESTORING), then the sampler restored. Health says SERVING from then on.
+* Order: the port is bound, the execution number claimed, the checkpoint discovered, the port served (everything answers
+  RESTORING), the sampler restored. Health says SERVING from then on.
 * The first SIGTERM, SIGINT or SIGUSR1 finishes issued updates, saves at the real step and ends; a second one ends at once
   and publishes nothing.
 * Two controllers on one port are an error, not a surprise.
@@ -18,6 +18,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cosmos_ctrl.checkpoints.adapter import ManifestAdapter
 from cosmos_ctrl.checkpoints.claims import claim_execution
+from cosmos_ctrl.checkpoints.digests import parse_digest
 from cosmos_ctrl.checkpoints.discovery import list_checkpoints
 from cosmos_ctrl.checkpoints.names import check_artifact_names
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
@@ -56,6 +58,8 @@ _log = logging.getLogger(__name__)
 _SERVICE = controller_service_pb2.DESCRIPTOR.services_by_name["ControllerService"].full_name
 _HEALTH_NAMES = ("", _SERVICE)
 _TICK_S = 0.25
+_STORAGE_S = 30.0
+"""How long a publication may outlast its execution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,8 @@ class Ready:
     execution_id: str
     pid: int
     phase: str
+    end: str
+    """Why it is over already, if it is: there was nothing to do."""
     resumed_from: str
     """Path of the checkpoint; empty for a fresh run."""
 
@@ -97,8 +103,16 @@ def prompts_application(config: Config) -> Application:
         OSError, ValueError: the prompts file cannot be used, or no budget is configured.
     """
     section = config.sampling
+    if not section.prompts:
+        raise ValueError("sampling.prompts = '': name a prompts file, JSON Lines")
     if (section.epochs is None) == (section.completions is None):
-        raise ValueError("[sampling] needs one of epochs and completions")
+        given = f"sampling.epochs = {section.epochs}, sampling.completions = {section.completions}"
+        raise ValueError(f"{given}: the budget needs exactly one of them")
+    if config.checkpoints.owner == "application":
+        raise ValueError(
+            "checkpoints.owner = 'application': only the application finds its own checkpoints again, so it starts the controller "
+            "with cosmos_ctrl.server.serve and an adapter of its own"
+        )
     dataset = read_prompts(Path(section.prompts))
     prompts, n_generation = dataset.prompts, config.rollout.n_generation
     compatibility = {
@@ -133,69 +147,42 @@ async def serve(config: Config, application: Application, *, on_ready: Callable[
         CheckpointError: there is a checkpoint to resume from, and it cannot be used.
         OSError: the port is taken, or the run's directory cannot be used.
     """
-    store = None if application.adapter is None else LocalStore(config.directory)
-    identity = ExecutionIdentity(0, "") if store is None else _claim(store)
-    sampling = Sampling(
-        application.sampler,
-        application.batch_sampler,
-        prompt_of=application.prompt_of,
-        completions_per_prompt=config.rollout.n_generation,
-    )
-    metadata = None
-    if application.adapter is not None:
-        request = _AdapterRequest(_TrainRequest(config.train.resume, str(config.directory)))
-        metadata = load_resume_metadata(application.adapter, request, owner=sampling.owner_name)
-    _say_what_is_resumed(config, store, identity.number, metadata)
-
     servicer, health_servicer = ControllerServicer(), health.aio.HealthServicer()
-    for name in _HEALTH_NAMES:  # it says SERVING for "" by itself
-        await health_servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    await _say_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
     server = _server(config, servicer, health_servicer)
+    # Bound before the claim: a start that cannot have its port must not supersede who has it.
     port = _listen(server, config)
-    await server.start()
-    journal = Journal(journal_path(config.directory, identity.number)) if config.run.journal else None
-    try:
-        start = await asyncio.to_thread(_restore, sampling, application, metadata)
-        controller = Controller(
-            config.policy(),
-            identity,
-            sampling,
-            start,
-            _resumed(application.adapter, metadata),
-            clock=time.monotonic,
-            new_id=lambda: secrets.token_hex(16),
-            record=journal.record if journal else _keep_no_journal,
-            check_artifact_names=partial(check_artifact_names, path=""),
-        )
-        info = RunInfo(
-            name=config.run.name,
-            uri=str(config.directory.resolve()),
-            sampling_owner=sampling.owner_name,
-            compatibility=application.compatibility,
-            on_corrupt=config.checkpoints.on_corrupt,
-        )
-        runtime = Runtime(controller, info, store)
-        servicer.attach(runtime)
-        for name in _HEALTH_NAMES:
-            await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-        on_ready(
-            Ready(
-                address=f"{config.server.host}:{port}",
-                execution_number=identity.number,
-                execution_id=identity.id,
-                pid=os.getpid(),
-                phase=controller.lifecycle.phase,
-                resumed_from=metadata.checkpoint_path if metadata else "",
+    with ExitStack() as closing:
+        try:
+            opened = _open_run(config, application)
+            journal = None
+            if config.run.journal:
+                journal = Journal(journal_path(config.directory, opened.identity.number))
+                closing.callback(journal.close)
+            await server.start()
+            runtime = await _restore_run(config, application, opened, journal)
+            # In place before anyone is told whom to signal, and until the very end.
+            signals = _Signals(runtime)
+            closing.callback(signals.restore)
+            servicer.attach(runtime)
+            await _say_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
+            lifecycle = runtime.controller.lifecycle
+            on_ready(
+                Ready(
+                    address=f"{config.server.host}:{port}",
+                    execution_number=opened.identity.number,
+                    execution_id=opened.identity.id,
+                    pid=os.getpid(),
+                    phase=lifecycle.phase,
+                    end=lifecycle.end[1] if lifecycle.end else "",
+                    resumed_from=opened.metadata.checkpoint_path if opened.metadata else "",
+                )
             )
-        )
-        await _run_to_end(runtime, config.server.linger_s)
-        for name in _HEALTH_NAMES:
-            await health_servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-        return _exit_code(runtime)
-    finally:
-        await server.stop(grace=1.0)
-        if journal is not None:
-            journal.close()
+            await _run_to_end(runtime, config.server.linger_s, signals)
+            await _say_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
+            return _exit_code(runtime)
+        finally:
+            await server.stop(grace=1.0)
 
 
 def write_ready_file(path: Path, ready: Ready) -> None:
@@ -219,10 +206,60 @@ class _AdapterRequest:
     train: _TrainRequest
 
 
-def _claim(store: LocalStore) -> ExecutionIdentity:
-    execution_id = secrets.token_hex(16)
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A run that is claimed, and what was discovered in it."""
+
+    store: LocalStore | None
+    """None for legacy."""
+    identity: ExecutionIdentity
+    sampling: Sampling
+    metadata: ControllerResumeMetadata | None
+
+
+def _open_run(config: Config, application: Application) -> _Opened:
+    """Claim the next execution number, then discover what to resume from."""
+    sampling = Sampling(
+        application.sampler,
+        application.batch_sampler,
+        prompt_of=application.prompt_of,
+        completions_per_prompt=config.rollout.n_generation,
+    )
+    if application.adapter is None:
+        _log.info("a legacy controller: no execution ID, no fence, nothing is published")
+        return _Opened(None, ExecutionIdentity(0, ""), sampling, None)
+    store, execution_id = LocalStore(config.directory), secrets.token_hex(16)
     note = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": round(time.time(), 3)}
-    return ExecutionIdentity(claim_execution(store, execution_id=execution_id, note=note), execution_id)
+    number = claim_execution(store, execution_id=execution_id, note=note)
+    request = _AdapterRequest(_TrainRequest(config.train.resume, str(config.directory)))
+    metadata = load_resume_metadata(application.adapter, request, owner=sampling.owner_name)
+    _say_what_is_resumed(config, store, number, metadata)
+    return _Opened(store, ExecutionIdentity(number, execution_id), sampling, metadata)
+
+
+async def _restore_run(config: Config, application: Application, opened: _Opened, journal: Journal | None) -> Runtime:
+    """Restore the sampler, in a thread since that may take long, and put the core over it."""
+    start = await asyncio.to_thread(_restore, opened.sampling, application, opened.metadata)
+    controller = Controller(
+        config.policy(),
+        opened.identity,
+        opened.sampling,
+        start,
+        _resumed(application.adapter, opened.metadata),
+        clock=time.monotonic,
+        new_id=lambda: secrets.token_hex(16),
+        record=journal.record if journal else _keep_no_journal,
+        check_artifact_names=partial(check_artifact_names, path=""),
+        check_digest=parse_digest,
+    )
+    info = RunInfo(
+        name=config.run.name,
+        uri=str(config.directory.resolve()),
+        sampling_owner=opened.sampling.owner_name,
+        compatibility=application.compatibility,
+        on_corrupt=config.checkpoints.on_corrupt,
+    )
+    return Runtime(controller, info, opened.store)
 
 
 def _restore(
@@ -233,12 +270,18 @@ def _restore(
     return sampling.restore(application.adapter, metadata)
 
 
+async def _say_health(servicer: Any, status: Any) -> None:
+    for name in _HEALTH_NAMES:  # for "" it says SERVING by itself
+        await servicer.set(name, status)
+
+
 def _resumed(adapter: ControllerResumeAdapter | None, metadata: ControllerResumeMetadata | None) -> Resumed | None:
     if metadata is None:
         return None
     found = adapter.found if isinstance(adapter, ManifestAdapter) else None
     if found is None:
-        return Resumed(metadata=metadata)
+        # An application that owns its checkpoints keeps W with them, and its adapter says what it kept.
+        return Resumed(metadata=metadata, repeat_bound_completions=getattr(adapter, "repeat_bound_completions", 0))
     return Resumed(
         metadata=metadata,
         manifest_digest=found.manifest_digest,
@@ -248,11 +291,9 @@ def _resumed(adapter: ControllerResumeAdapter | None, metadata: ControllerResume
 
 
 def _say_what_is_resumed(
-    config: Config, store: LocalStore | None, number: int, metadata: ControllerResumeMetadata | None
+    config: Config, store: LocalStore, number: int, metadata: ControllerResumeMetadata | None
 ) -> None:
-    if store is None:
-        _log.info("a legacy controller: no execution ID, no fence, nothing is published")
-    elif metadata is not None:
+    if metadata is not None:
         steps = metadata.completed_training_steps
         _log.info("execution %d resumes from %s at step %d", number, metadata.checkpoint_path, steps)
     elif config.train.resume is False and (held := list_checkpoints(store)):
@@ -301,8 +342,7 @@ def _keep_no_journal(_event: str, **_values: Any) -> None:
     """The run wants none."""
 
 
-async def _run_to_end(runtime: Runtime, linger_s: float) -> None:
-    signals = _Signals(runtime)
+async def _run_to_end(runtime: Runtime, linger_s: float, signals: _Signals) -> None:
     ticking = asyncio.create_task(runtime.tick_forever(_TICK_S))
     try:
         controller = runtime.controller
@@ -312,20 +352,26 @@ async def _run_to_end(runtime: Runtime, linger_s: float) -> None:
                 ticking.result()
         if controller.lifecycle.end is not None:
             _log.info("the execution is over: %s: %s", *controller.lifecycle.end)
-        await _linger(runtime, linger_s)
-        await runtime.finish_effects()
+        await _linger(runtime, linger_s, signals)
+        try:
+            await asyncio.wait_for(runtime.finish_effects(), _STORAGE_S)
+        except asyncio.TimeoutError:
+            # A thread hangs in the storage, and Python would wait for it for ever.
+            _log.error("the storage did not answer for %.0f s; leaving without it", _STORAGE_S)
+            logging.shutdown()
+            os._exit(_exit_code(runtime))
     finally:
         ticking.cancel()
-        signals.restore()
 
 
-async def _linger(runtime: Runtime, linger_s: float) -> None:
-    """Wait until every worker has heard of the end. One that is over from the start waits for workers to come and ask."""
+async def _linger(runtime: Runtime, linger_s: float, signals: _Signals) -> None:
+    """Wait until every worker has heard of the end. One that is over from the start waits for workers to come and ask; a signal ends
+    that."""
     loop = asyncio.get_running_loop()
     controller, deadline = runtime.controller, loop.time() + linger_s
     nobody_asks = controller.lifecycle.end is not None and controller.lifecycle.end[0] == "STOP_REQUESTED"
     while (left := deadline - loop.time()) > 0:
-        if controller.everyone_knows and (nobody_asks or list(controller.workers)):
+        if controller.everyone_knows and (nobody_asks or signals.after_the_end or list(controller.workers)):
             return
         await runtime.revisions.beyond(runtime.revisions.current, left)
 
@@ -338,12 +384,16 @@ class _Signals:
         self._loop = asyncio.get_running_loop()
         self._numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         self._seen = 0
+        self.after_the_end = False
         for number in self._numbers:
             self._loop.add_signal_handler(number, self._handle, number)
 
     def _handle(self, number: signal.Signals) -> None:
         self._seen += 1
-        if self._seen == 1:
+        if self._runtime.controller.lifecycle.over:
+            self.after_the_end = True
+            self._runtime.controller.lifecycle.touch()
+        elif self._seen == 1:
             _log.info("%s: finishing issued updates, saving, ending", number.name)
             self._runtime.controller.stop(f"{number.name} to the controller")
         else:

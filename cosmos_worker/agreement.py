@@ -18,10 +18,7 @@ from cosmos_ctrl.core.errors import (
     AwaitingAgreementError,
     CheckpointDamagedError,
     CheckpointError,
-    CheckpointNotFoundError,
-    CheckpointUncommittedError,
     ExecutionEndedError,
-    UnknownSchemaError,
 )
 from cosmos_ctrl.core.resume import ControllerResumeMetadata, require_count
 from cosmos_ctrl.service.metadata import metadata_to_message
@@ -34,14 +31,8 @@ from cosmos_worker.transport import duration_of
 
 _log = logging.getLogger(__name__)
 
-#: What the controller records as damage of the checkpoint.
-_DAMAGE = (
-    CheckpointDamagedError,
-    ArtifactMissingError,
-    CheckpointUncommittedError,
-    CheckpointNotFoundError,
-    UnknownSchemaError,
-)
+#: What the controller records as damage. A checkpoint that is not there is rather a run that is mounted elsewhere.
+_DAMAGE = (CheckpointDamagedError, ArtifactMissingError)
 
 
 class Agreement:

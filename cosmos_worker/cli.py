@@ -7,12 +7,13 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from cosmos_ctrl.config import ConfigurationError, load_config
-from cosmos_ctrl.core.errors import ControlError
-from cosmos_worker.errors import exit_code_for
+from pydantic import ValidationError
+
+from cosmos_ctrl.config import ConfigurationError, load_config, problems_of
+from cosmos_worker.errors import exit_codes
 from cosmos_worker.grpo.config import GrpoSettings
 
 #: The configuration, or an argument, was refused; as with ``cosmos-ctrl``.
@@ -30,30 +31,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for role, text in (("trainer", "one trainer rank"), ("rollout", "one rollout worker")):
         command = roles.add_parser(role, help=text)
         command.add_argument("--config", type=Path, help="the run's TOML file; [application] is read")
-        command.add_argument("--in-flight", type=int, default=12, help="rollout: groups generated in one batch")
+        if role == "rollout":
+            command.add_argument("--in-flight", type=int, default=12, help="groups generated in one batch")
     options = parser.parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = load_config(options.config, environment=os.environ)
         settings = GrpoSettings.from_dict(config.application)
-    except (ConfigurationError, ValueError) as error:
+    except ValidationError as error:
+        refused = ConfigurationError(str(options.config or "configuration"), problems_of(error, section="application"))
+        print(f"cosmos-worker: {refused}", file=sys.stderr)
+        return _EXIT_CONFIGURATION
+    except ConfigurationError as error:
         print(f"cosmos-worker: {error}", file=sys.stderr)
         return _EXIT_CONFIGURATION
-    if options.role == "trainer":
-        from cosmos_worker.grpo.train import train
+    with exit_codes():
+        if options.role == "trainer":
+            from cosmos_worker.grpo.train import train
 
-        return _run(lambda: print(train(settings, Path(config.sampling.prompts))))
-    from cosmos_worker.grpo.rollout import roll_out
+            print(train(settings, Path(config.sampling.prompts)))
+        else:
+            from cosmos_worker.grpo.rollout import roll_out
 
-    return _run(lambda: asyncio.run(roll_out(settings, in_flight=options.in_flight)))
-
-
-def _run(work: Callable[[], None]) -> int:
-    try:
-        work()
-    except (ControlError, TimeoutError) as error:
-        print(f"cosmos-worker: {error}", file=sys.stderr)
-        return exit_code_for(error)
+            asyncio.run(roll_out(settings, in_flight=options.in_flight))
     return 0
 
 

@@ -68,6 +68,8 @@ class Connection:
         self.session = ""
         self.lease_time_s = 30.0
         self.weights_announced = False
+        self.leader = False
+        """Whether the controller says that this rank speaks for all; known once registered."""
         self.finishing = False
         self.reports = ReportStream(self, on_notice or _ignore)
         self._pinned: str | None = None
@@ -213,6 +215,7 @@ class Connection:
         *,
         wait_s: float = 0.0,
         later_total_s: float | None = None,
+        after: Callable[[], Awaitable[None]] | None = None,
     ) -> Response:
         """Call until answered; the request is made anew for each attempt, with the present session.
 
@@ -221,6 +224,7 @@ class Connection:
             build: makes the request; the same but for the identity each time.
             wait_s: how long the request asks the controller to wait.
             later_total_s: how long "later" is an acceptable answer; None: as configured.
+            after: awaited before each attempt.
 
         Raises:
             ControlError: as the controller said it.
@@ -229,6 +233,8 @@ class Connection:
         patience = self.patience(later_total_s)
         while True:
             self._check_terminal()
+            if after is not None:
+                await after()
             session = self.session
             try:
                 response = await method(build(self.identity()), timeout=wait_s + self.config.call_s)
@@ -328,6 +334,7 @@ class Connection:
         self.session = response.session_id
         self.lease_time_s = response.lease_time.ToTimedelta() / timedelta(seconds=1) or self.lease_time_s
         self.weights_announced = response.weights_announced
+        self.leader = response.leader
         try:
             self.reports.on_registered(response.applied, response.limits)
         except Exception as error:

@@ -6,7 +6,11 @@
 
 from __future__ import annotations
 
-from cosmos_ctrl.core.errors import EXIT_STALE, ExecutionEndedError, StaleExecutionError, SupersededError
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from cosmos_ctrl.core.errors import EXIT_STALE, ControlError, ExecutionEndedError, StaleExecutionError, SupersededError
 
 #: Exit code after any other error that ends a worker: the execution failed, or the controller is gone.
 EXIT_ENDED = 11
@@ -62,6 +66,16 @@ class ControllerUnreachableError(DeadlineError, ConnectionError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.address, self.waited_s, self.cause)
+
+
+@contextlib.contextmanager
+def exit_codes() -> Iterator[None]:
+    """Around a worker's main: what ends it is said on standard error, and the process exits with `exit_code_for` it."""
+    try:
+        yield
+    except (ControlError, DeadlineError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(exit_code_for(error))
 
 
 def exit_code_for(error: BaseException) -> int:

@@ -170,6 +170,8 @@ class Leasing:
             lambda worker: pb.LeasePromptsRequest(worker=worker, number=number, max_groups=room, wait=wait),
             wait_s=config.lease_wait_s,
             later_total_s=config.idle_total_s,
+            # No new work while what was done cannot be reported: what this process has to say comes first.
+            after=connection.reports.answered,
         )
         if response.HasField("weights"):
             # Before the groups: whoever sees them sees the weights that came with them.

@@ -91,6 +91,8 @@ class ReportStream:
         self._progress = asyncio.Event()
         self._owed = _Owed()
         self._over = False
+        self._answered = asyncio.Event()
+        """Whether the present stream has been answered."""
 
     # --- any thread ---
 
@@ -164,6 +166,11 @@ class ReportStream:
             await self._next_step(end, deadline_s, "the acknowledgement of a report")
         return True
 
+    async def answered(self) -> None:
+        """Wait until the present stream has been answered, or there is none any more. A stream that never is ends by itself."""
+        while not self._over and not await set_within(self._answered, self._link.config.call_s):
+            pass
+
     async def flush(self, deadline_s: float) -> bool:
         """Wait until everything appended so far is acknowledged; as `wait_acknowledged`."""
         return await self.wait_acknowledged(self._window.appended, deadline_s)
@@ -183,12 +190,14 @@ class ReportStream:
             self._link.fail(error)
         finally:
             self._over = True
+            self._answered.set()
             self._step()
 
     async def _one_stream(self, patience: Patience) -> Fault:
         with self._lock:
             self._window.on_reconnect()
         self._owed = _Owed()
+        self._answered.clear()
         call: StreamCall = self._link.stub.StreamReports()
         reading = asyncio.ensure_future(self._read(call, patience))
         writing = asyncio.ensure_future(self._write(call))
@@ -224,13 +233,16 @@ class ReportStream:
 
     async def _write(self, call: StreamCall) -> None:
         # A stream that ended refuses writes with either error; the reader learns why.
+        first = True
         with contextlib.suppress(asyncio.InvalidStateError, grpc.RpcError):
             while True:
                 with self._lock:
                     self._poked = False
                     self._wake.clear()
                     batch = self._window.next_batch()
-                if batch is not None or await self._heartbeat_due():
+                # A new stream speaks at once: its answer says whether the session lives.
+                if batch is not None or first or await self._heartbeat_due():
+                    first = False
                     request = self._request(batch)
                     self._owed.sent()
                     await call.write(request)
@@ -258,6 +270,7 @@ class ReportStream:
                 notices = self._window.on_ack(response.ack.applied, response.ack.notices)
             patience.reset()
             self._owed.answered()
+            self._answered.set()
             for notice in notices:
                 self._on_notice(notice)
             self._step()

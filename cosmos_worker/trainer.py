@@ -27,7 +27,7 @@ from cosmos_worker.commands import EndReason, Named, SaveWork, TrainGroup, Train
 from cosmos_worker.errors import DeadlineError, UsageError
 from cosmos_worker.resuming import Resume
 from cosmos_worker.saves import Save, SavePlace
-from cosmos_worker.settings import REPLICA, RUN_DIRECTORY, ClientConfig, Endpoint, WorkerPlace, count_from
+from cosmos_worker.settings import RUN_DIRECTORY, ClientConfig, Endpoint, WorkerPlace, count_from
 from cosmos_worker.sharing import Ask, shared
 from cosmos_worker.training_calls import TrainingCalls
 
@@ -48,7 +48,6 @@ class Trainer:
         place: WorkerPlace,
         *,
         artifacts: Sequence[str] = ("state.pt",),
-        leader: bool | None = None,
         run_directory: str = "",
         config: ClientConfig | None = None,
         **connection: Any,
@@ -57,7 +56,6 @@ class Trainer:
         if isinstance(artifacts, str) or len(set(artifacts)) != len(artifacts):
             raise ValueError(f"artifacts must be distinct names, not {artifacts!r}")
         self._artifacts = tuple(artifacts)
-        self._leader = place.rank == 0 if leader is None else leader
         self._connection = Connection(endpoint, place, config=config, **connection)
         self._calls = TrainingCalls(self._connection)
         self._agreement = Agreement(self._connection, self._artifacts, run_directory)
@@ -73,8 +71,6 @@ class Trainer:
         group: str = "policy",
         dp: tuple[int, int] | None = None,
         artifacts: Sequence[str] = ("state.pt",),
-        leader: bool | None = None,
-        replica: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         address: str | None = None,
@@ -90,9 +86,6 @@ class Trainer:
             group: the trainer group.
             dp: data-parallel rank and size; None: one share per rank.
             artifacts: names of the files that this rank saves in every checkpoint; they lie in a folder of its own.
-            leader: whether this rank speaks for all about completions and weights; None: rank 0 does. In a run with several
-                trainer groups, False in all but the first.
-            replica: else COSMOS_CTRL_REPLICA, else 0.
             rank: else RANK, else 0.
             world_size: else WORLD_SIZE, else 1.
             address: ``host:port`` of the controller; else COSMOS_CTRL_ADDRESS.
@@ -111,7 +104,7 @@ class Trainer:
         place = WorkerPlace(
             role="trainer",
             group=group,
-            replica=count_from(environ, REPLICA, 0) if replica is None else replica,
+            replica=0,
             rank=rank,
             world_size=world_size,
             dp_rank=dp_rank,
@@ -121,7 +114,6 @@ class Trainer:
             Endpoint.find(address=address, execution_id=execution_id, environ=environ),
             place,
             artifacts=artifacts,
-            leader=leader,
             run_directory=environ.get(RUN_DIRECTORY, "") if run_directory is None else run_directory,
             config=config,
             **connection,
@@ -240,7 +232,7 @@ class Trainer:
                 f"command {command.number} is not the one to complete: each is completed once, in its turn"
             )
         rows: list[reports_pb2.DisposedRows] = []
-        if self._leader:
+        if self._connection.leader:
             rows = dispositions(command, discarded=discarded, returned=returned, lost=lost)
         report = reports_pb2.CompletionReport(
             command=command.number,
@@ -269,7 +261,7 @@ class Trainer:
             names=self._artifacts,
             rank=connection.place.rank,
             execution_id=connection.execution_id,
-            leader=self._leader,
+            leader=self._connection.leader,
         )
         return Save(command, place, self._calls.report_shards)
 
@@ -279,7 +271,7 @@ class Trainer:
         """Tell rollout workers where the weights after `version` training steps are. Said by the leader; else ignored."""
         require_count("version", version)
         self._connection.check()
-        if self._leader:
+        if self._connection.leader:
             self._calls.say(WeightsItem(version, handle))
 
     def metric(self, name: str, value: float) -> None:
@@ -308,7 +300,7 @@ class Trainer:
     @property
     def leader(self) -> bool:
         """Whether this rank speaks for all."""
-        return self._leader
+        return self._connection.leader
 
     @property
     def execution_id(self) -> str:

@@ -235,8 +235,9 @@ def test_an_execution_that_died_before_its_start_was_noted_did_nothing():
 
 
 def test_stale_refusals_are_summed():
-    first = Story(1).issue("a").add("stale_refused", stated="x").commit("a").save("one", remaining=18)
-    second = Story(2, "one", remaining=18, step=1).add("stale_refused", stated="x").add("stale_refused", stated="")
+    first = Story(1).issue("a").add("stale_refused", stated="x", what="report").commit("a").save("one", remaining=18)
+    second = Story(2, "one", remaining=18, step=1).add("stale_refused", stated="x", what="report")
+    second.add("stale_refused", stated="", what="report").add("stale_refused", stated="", what="request")
     assert report(first, second).stale_reports_refused == 3
 
 

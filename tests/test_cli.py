@@ -58,8 +58,9 @@ def test_a_configuration_that_is_not_there_exits_with_2(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("sampling", "what"),
     [
-        ("", "needs one of epochs and completions"),
-        ("epochs = 1\ncompletions = 1", "needs one of epochs and completions"),
+        ("epochs = 1", "sampling.prompts = ''"),
+        ("prompts = 'bad.jsonl'", "sampling.epochs = None, sampling.completions = None"),
+        ("prompts = 'bad.jsonl'\nepochs = 1\ncompletions = 1", "sampling.epochs = 1, sampling.completions = 1"),
         ("epochs = 1\nprompts = 'nothing.jsonl'", "nothing.jsonl"),
         ("epochs = 1\nprompts = 'bad.jsonl'", "bad.jsonl:1: not JSON"),
     ],
@@ -78,7 +79,7 @@ def test_a_bad_variable_exits_with_2(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COSMOS_CTRL__TRAIN__GROUPS_PER_STEP", "none")
     code, _, error = run(capsys, "serve")
     assert code == ExitCode.CONFIGURATION
-    assert "train.groups_per_step = 'none'" in error
+    assert "train.groups_per_step (from COSMOS_CTRL__TRAIN__GROUPS_PER_STEP) = 'none'" in error
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["resume-state"], ["serve", "--wrong"]])

@@ -49,7 +49,7 @@ def test_every_setting_of_the_core_is_what_the_file_says():
         on_stale = "regenerate"
         poison_limit = 9
         lease_deadline_s = 10.5
-        announces_weights = false
+        announces_weights = true
         [window]
         max_draws = 11
         max_bytes = 12
@@ -78,7 +78,7 @@ def test_every_setting_of_the_core_is_what_the_file_says():
         max_buffered_bytes=6,
         max_window_draws=11,
         max_window_bytes=12,
-        announces_weights=False,
+        announces_weights=True,
         application_owns_checkpoints=True,
         lease_deadline_s=10.5,
         session_ttl_s=15.0,
@@ -218,9 +218,11 @@ def test_the_trainers_keep_their_order_so_that_the_first_leads():
 
 
 def test_a_wrong_value_in_the_environment_names_its_key():
-    with pytest.raises(ConfigurationError, match=re.escape("server.port = 'many'")):
+    with pytest.raises(ConfigurationError, match=re.escape("server.port (from COSMOS_CTRL__SERVER__PORT) = 'many'")):
         load("", {"COSMOS_CTRL__SERVER__PORT": "many"})
-    with pytest.raises(ConfigurationError, match=re.escape("server.prot = 1: no such key")):
+    with pytest.raises(
+        ConfigurationError, match=re.escape("server.prot (from COSMOS_CTRL__SERVER__PROT) = 1: no such key")
+    ):
         load("", {"COSMOS_CTRL__SERVER__PROT": "1"})
 
 

@@ -63,7 +63,7 @@ def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess
 
 def test_the_ready_file_says_where_and_who(idle):
     ready = json.loads(idle.ready_file.read_text())
-    assert ready.keys() == {"address", "execution_number", "execution_id", "pid", "phase", "resumed_from"}
+    assert ready.keys() == {"address", "execution_number", "execution_id", "pid", "phase", "end", "resumed_from"}
     assert ready["execution_number"] == 1
     assert ready["pid"] == idle.process.pid
     assert ready["phase"] == "AWAITING_AGREEMENT"

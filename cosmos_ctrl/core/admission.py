@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cosmos_ctrl.core.commands import CommandLog, CompletionReport, Train
-from cosmos_ctrl.core.errors import MalformedError, NotAllowedError, WindowFullError
+from cosmos_ctrl.core.errors import MalformedError, MessageTooLargeError, NotAllowedError, WindowFullError
 from cosmos_ctrl.core.execution import Incarnation
 from cosmos_ctrl.core.groups import Outcome, Refusal, Segment
 from cosmos_ctrl.core.policy import RunPolicy
@@ -55,6 +56,8 @@ class RolloutRows:
         completions = sum(map(int.bit_count, self.masks))
         if len(self.rewards) != (completions if completed else 0):
             raise MalformedError(what=f"{len(self.rewards)} rewards for {completions} {self.outcome} completions")
+        if not all(map(math.isfinite, self.rewards)):
+            raise MalformedError(what="a reward that is not a finite number")
         for name, values in (("payloads", self.payloads), ("handles", self.handles)):
             if values and (not completed or len(values) != completions):
                 raise MalformedError(what=f"{len(values)} {name} for {completions} {self.outcome} completions")
@@ -133,8 +136,12 @@ class Admission:
         limit = self._policy.max_batch_completions
         if completions > limit:
             raise WindowFullError(what="completions in one batch", limit=limit, found=completions)
+        largest = self._policy.max_message_bytes // 2
         for rows in batch.rollouts:
             self._check_rows(rows)
+            # It has to go out again with its prompt, in one message.
+            if (size := max(map(len, rows.payloads), default=0)) > largest:
+                raise MessageTooLargeError(limit=largest, found=size)
         seen = set()
         for report in batch.completions:
             if report.command in seen:
@@ -145,8 +152,6 @@ class Admission:
         newest = last.step if isinstance(last, Train) else self._log.steps
         if any(announcement.version > newest for announcement in batch.weights):
             raise MalformedError(what=f"weights of a later step than {newest}, the newest that was given")
-        if len(worker.metrics.keys() | {name for name, _ in batch.metrics}) > _MAX_METRICS:
-            raise MalformedError(what=f"more than {_MAX_METRICS} metrics")
 
     def apply(self, worker: Incarnation, batch: Batch) -> None:
         """Apply a batch that `check` passed."""
@@ -158,7 +163,9 @@ class Admission:
                 self._on_commit(committed)
         for announcement in batch.weights:
             self._on_weights(worker, announcement)
-        worker.metrics.update(batch.metrics)
+        for name, value in batch.metrics:
+            if name in worker.metrics or len(worker.metrics) < _MAX_METRICS:
+                worker.metrics[name] = value
         if batch.end is not None:
             self._on_end(worker, batch.end)
 
@@ -167,7 +174,7 @@ class Admission:
         words = rows.words or [0] * len(rows.groups)
         for group, lease, word, mask in zip(rows.groups, rows.leases, words, rows.masks, strict=True):
             self._rollouts.check_row(group, lease, word, mask, following, first)
-        if rows.outcome == "completed" and rows.groups:
+        if rows.outcome == "completed" and rows.groups and self._policy.announces_weights:
             oldest, newest = self._versions()
             if min(rows.lowest_versions) < oldest or max(rows.highest_versions) > newest:
                 raise MalformedError(

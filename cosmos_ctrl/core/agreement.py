@@ -67,12 +67,15 @@ class Agreement:
         lifecycle: Lifecycle,
         *,
         legacy: bool,
+        saves_artifacts: bool = True,
         check_artifact_names: CheckNames = lambda _names: None,
     ) -> None:
         """A legacy controller resumed from nothing of its own: its ranks must agree with each other only.
 
-        `check_artifact_names` raises for names that could not be published together.
+        `check_artifact_names` raises for names that could not be published together; with `saves_artifacts` some rank
+        must declare one.
         """
+        self._saves_artifacts = saves_artifacts and not legacy
         self._check_publishable = check_artifact_names
         self._ranks, self._lifecycle, self._legacy = ranks, lifecycle, legacy
         self._confirmed: dict[Place, Restored] = {}
@@ -134,6 +137,9 @@ class Agreement:
         for other, theirs in self._confirmed.items():
             if other != place and (both := set(names) & set(theirs.artifact_names)):
                 raise MalformedError(what=f"{place} declares {min(both)}, which {other} writes")
+        last = all(rank in self._confirmed or rank == place for rank in self._ranks)
+        if self._saves_artifacts and last and not names and not any(r.artifact_names for r in self._confirmed.values()):
+            raise MalformedError(what="no trainer rank declares an artifact, so no checkpoint could ever be committed")
         # Together: names of two ranks may collide where each is safe by itself.
         others = (name for other, theirs in self._confirmed.items() if other != place for name in theirs.artifact_names)
         self._check_publishable((*names, *others))

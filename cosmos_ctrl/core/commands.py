@@ -2,7 +2,7 @@
 
 * Commands are numbered from 1 and fixed for every rank once they are formed. Command n + 1 may be formed only when n is a
   SAVE or is committed.
-* A step commits when every required rank has reported it, with equal update counts within a trainer group.
+* A step commits when every required rank has reported it, with equal update counts.
 * A save is complete when every required rank has sent receipts of exactly the artifacts it declared, for the same step,
   updates, execution and checkpoint.
 """
@@ -22,7 +22,7 @@ from cosmos_ctrl.core.errors import (
     UnknownWorkError,
     WrongStepError,
 )
-from cosmos_ctrl.core.execution import Place
+from cosmos_ctrl.core.execution import ExecutionIdentity, Place
 from cosmos_ctrl.core.groups import Disposition
 from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.lifecycle import EndReason
@@ -166,8 +166,8 @@ class CommandLog:
             UnknownWorkError: the number lies further ahead, or is forgotten.
             NotAllowedError: the rank has not completed the one before.
         """
-        if number == self._last + 1:
-            last = self.last
+        last = self.last
+        if number == self._last + 1 and not isinstance(last, End):
             if isinstance(last, Train) and place not in last.reports:
                 raise NotAllowedError(what=f"{place} asks for command {number} and has not completed {last.number}")
             return None
@@ -211,8 +211,8 @@ class CommandLog:
         before = command.reports.get(place)
         if before is not None and before != report:
             raise ConflictingRetryError(what="completion report of command", number=report.command)
-        for other, theirs in command.reports.items():
-            if other.group == place.group and theirs.optimizer_updates != report.optimizer_updates:
+        for theirs in command.reports.values():
+            if theirs.optimizer_updates != report.optimizer_updates:
                 raise WrongStepError(
                     place=str(place),
                     what="optimizer updates",
@@ -240,7 +240,12 @@ class CommandLog:
     # -- saves
 
     def check_receipts(
-        self, save: Save, place: Place, receipts: tuple[ShardReceipt, ...], declared: frozenset[str], execution: str
+        self,
+        save: Save,
+        place: Place,
+        receipts: tuple[ShardReceipt, ...],
+        declared: frozenset[str],
+        execution: ExecutionIdentity,
     ) -> None:
         """Raises unless these are exactly the artifacts of `place`, of this save; nothing is changed."""
         names = [receipt.name for receipt in receipts]
@@ -253,7 +258,8 @@ class CommandLog:
         for receipt in receipts:
             for what, expected, found in (
                 ("checkpoint", save.checkpoint_id, receipt.checkpoint_id),
-                ("execution", execution, receipt.execution_id),
+                ("execution", execution.id, receipt.execution_id),
+                ("execution number", str(execution.number), str(receipt.execution_number)),
                 ("training step", str(save.steps), str(receipt.completed_training_steps)),
                 ("optimizer updates", str(save.updates), str(receipt.completed_optimizer_updates)),
                 ("rank", str(place.rank), str(receipt.rank)),

@@ -16,7 +16,9 @@ from cosmos_ctrl.core.agreement import Agreement, CheckNames, Restored, Resumed
 from cosmos_ctrl.core.commands import Command, CommandLog, Save, ShardReceipt, Train
 from cosmos_ctrl.core.errors import (
     AwaitingAgreementError,
+    ConflictingRetryError,
     ControlError,
+    MalformedError,
     NotAllowedError,
     ResumeMetadataMismatch,
     UnknownWorkError,
@@ -88,8 +90,11 @@ class Controller:
         new_id: Callable[[], str],
         record: Record = lambda _event, **_values: None,
         check_artifact_names: CheckNames = lambda _names: None,
+        check_digest: Callable[[str], object] = lambda _digest: None,
     ) -> None:
-        """`start` is the boundary that `sampling` stands at; `resumed` is None for a fresh run."""
+        """`start` is the boundary that `sampling` stands at; `resumed` is None for a fresh run. The two checks are those of whoever
+        publishes: the first raises a domain error, the second ValueError."""
+        self._check_digest = check_digest
         self.policy, self.identity, self.resumed = policy, identity, resumed
         self._clock = clock
         self._effects: list[Effect] = []
@@ -137,7 +142,12 @@ class Controller:
             updates=metadata.completed_optimizer_updates if metadata else 0,
         )
         self.agreement = Agreement(
-            ranks, resumed, self.lifecycle, legacy=not identity.id, check_artifact_names=check_artifact_names
+            ranks,
+            resumed,
+            self.lifecycle,
+            legacy=not identity.id,
+            saves_artifacts=not policy.application_owns_checkpoints,
+            check_artifact_names=check_artifact_names,
         )
         self.leasing = Leasing(
             policy, sampling, self.ledger, self.rollouts, self.lifecycle, oldest_version=restored_steps
@@ -173,7 +183,7 @@ class Controller:
     @property
     def everyone_knows(self) -> bool:
         """Whether the execution is over and every connected worker has heard so."""
-        return self.lifecycle.over and all(worker.ended for worker in self.workers if worker.session)
+        return self.lifecycle.over and all(worker.ended or worker.told for worker in self.workers if worker.session)
 
     def take_effects(self) -> list[Effect]:
         """What the edge has to do, once each."""
@@ -238,16 +248,16 @@ class Controller:
         self.lifecycle.touch()
         return registration.worker
 
-    def hear(self, execution_id: str, session: str) -> None:
+    def hear(self, execution_id: str, session: str, what: str = "request") -> None:
         """A message of this worker has arrived. The edge says so once per message: a call that waits here for long is no
         sign of life, since the process behind it may be stopped."""
-        self.pass_fence(execution_id)
+        self.pass_fence(execution_id, what)
         self.workers.hear(session)
         self._raise_failure(self.workers.of(session))
 
     def heartbeat(self, execution_id: str, session: str, acked_through: int, notices_through: int) -> Acknowledgement:
         """The worker lives; returns the present ack."""
-        worker = self._enter(execution_id, session)
+        worker = self._enter(execution_id, session, "report")
         worker.log.confirm(acked_through, notices_through)
         return Acknowledgement(worker.log.applied, tuple(worker.log.notices))
 
@@ -255,7 +265,7 @@ class Controller:
         self, execution_id: str, session: str, acked_through: int, notices_through: int, batch: Batch
     ) -> Acknowledgement:
         """Apply a batch once; a true repeat gets the present ack."""
-        worker = self._enter(execution_id, session)
+        worker = self._enter(execution_id, session, "report")
         worker.log.confirm(acked_through, notices_through)
         if not worker.log.is_repeat(batch.number, batch.digest):
             try:
@@ -339,7 +349,12 @@ class Controller:
                 raise NotAllowedError(what=what)
             return save  # a rank that has no part in the commit says only that it is through
         declared = self.agreement.artifacts_of(worker.place)
-        self.commands.check_receipts(save, worker.place, receipts, declared, self.identity.id)
+        self.commands.check_receipts(save, worker.place, receipts, declared, self.identity)
+        for receipt in receipts:
+            try:
+                self._check_digest(receipt.digest)
+            except ValueError as error:
+                raise MalformedError(what=f"the digest of {receipt.name}: {error}") from error
         self.training.receive(save, worker.place, receipts, note)
         return save
 
@@ -358,6 +373,8 @@ class Controller:
         if save.state == "PENDING":
             save.path = checkpoint_path
             self.training.committed(save, "")
+        elif save.state == "COMMITTED" and save.path != checkpoint_path:
+            raise ConflictingRetryError(what="commit of command", number=number)
         return save
 
     def publication_succeeded(self, save: Save, manifest_digest: str) -> None:
@@ -431,10 +448,6 @@ class Controller:
             self.leasing.announce(announcement)
 
     def _newest_version(self) -> int:
-        if not self.policy.announces_weights:
-            # A worker may hold weights of the step that its trainers have completed and not all have reported.
-            last = self.commands.last
-            return last.step if isinstance(last, Train) else self.commands.steps
         weights = self.leasing.weights
         return weights.version if weights is not None else self.commands.steps
 
@@ -450,15 +463,16 @@ class Controller:
     def _trainers(self) -> str:
         return ", ".join(f"{group} × {size}" for group, size in self.policy.trainer_groups)
 
-    def pass_fence(self, execution_id: str) -> None:
+    def pass_fence(self, execution_id: str, what: str = "request") -> None:
+        """Raises StaleExecutionError for another execution's ID; `what` it was that came is for the journal."""
         try:
             self.fence.check(execution_id)
         except ControlError:
-            self.lifecycle.record("stale_refused", stated=execution_id)
+            self.lifecycle.record("stale_refused", stated=execution_id, what=what)
             raise
 
-    def _enter(self, execution_id: str, session: str) -> Incarnation:
-        self.pass_fence(execution_id)
+    def _enter(self, execution_id: str, session: str, what: str = "request") -> Incarnation:
+        self.pass_fence(execution_id, what)
         worker = self.workers.of(session)
         self._raise_failure(worker)
         return worker
@@ -474,8 +488,8 @@ class Controller:
 
     def _raise_failure(self, worker: Incarnation | None) -> None:
         if self.lifecycle.failure is not None:
-            if worker is not None and not worker.ended:
-                worker.ended = True
+            if worker is not None and not worker.told:
+                worker.told = True
                 self.lifecycle.touch()
             # One error for everyone: without this each raise would add to its traceback, and keep the frames.
             raise self.lifecycle.failure.with_traceback(None)

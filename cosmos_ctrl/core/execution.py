@@ -137,9 +137,13 @@ class BatchLog:
             raise SequenceGapError(what="batch", expected=self.applied + 1, found=number)
         if number - self._acked > self._max:
             raise WindowFullError(what="unacknowledged batches", limit=self._max, found=number - self._acked)
+        self.require_notices_confirmed()
+        return False
+
+    def require_notices_confirmed(self) -> None:
+        """Raises WindowFullError when the client has left too many notices unconfirmed."""
         if len(self.notices) >= _MAX_NOTICES:
             raise WindowFullError(what="unconfirmed notices", limit=_MAX_NOTICES, found=len(self.notices) + 1)
-        return False
 
     def record(self, number: int, digest: bytes) -> None:
         """Batch `number` is applied."""
@@ -162,6 +166,9 @@ class Incarnation:
     """Empty while it has none."""
     last_heard: float = 0.0
     ended: bool = False
+    """It reported its end."""
+    told: bool = False
+    """It was answered with what ended the execution."""
     leases: set[int] = field(default_factory=set)
     """Groups leased to it."""
     lease_number: int = 0
@@ -264,6 +271,11 @@ class Workers:
         """Workers whose session is due to lapse."""
         limit = self._clock() - self._ttl
         return [worker for worker in self._by_session.values() if worker.last_heard < limit]
+
+    def excuse(self, seconds: float) -> None:
+        """Nobody could be heard for so long."""
+        for worker in self._by_session.values():
+            worker.last_heard += seconds
 
     def silence_s(self, worker: Incarnation) -> float:
         """Seconds since anything was heard from `worker`."""

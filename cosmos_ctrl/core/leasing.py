@@ -78,6 +78,7 @@ class Leasing:
             return worker.lease_reply
         if number != worker.lease_number + 1:
             raise SequenceGapError(what="lease request", expected=worker.lease_number + 1, found=number)
+        worker.log.require_notices_confirmed()
         no_more = worker.ended or self._nothing_left()
         leases = () if no_more or not self._may_lease() else tuple(self._take(worker, most))
         if not leases and not no_more and not last_call:

@@ -28,7 +28,7 @@ class RunPolicy:
     """What becomes of a group that is too old."""
     poison_limit: int = 3
     """Explicit failure reports after which a group's unfinished completions are discarded."""
-    max_outstanding_groups: int = 1024
+    max_outstanding_groups: int = 64
     """Groups that may be waiting, leased or ready at once: what bounds how far generation runs ahead."""
     max_buffered_bytes: int = 1 << 30
     """Payload bytes the controller holds before it stops leasing."""

@@ -129,7 +129,11 @@ class ResumeSettings(Protocol):
 
 
 class ControllerResumeAdapter(Protocol):
-    """How an application's checkpoints and sampler plug in: an instance, passed to the controller."""
+    """How an application's checkpoints and sampler plug in: an instance, passed to the controller.
+
+    One whose application commits checkpoints in its own format also has ``repeat_bound_completions``, an int, after
+    ``load_metadata``: what the SAVE command said, as it was kept with the checkpoint.
+    """
 
     def load_metadata(self, config: ResumeSettings) -> ControllerResumeMetadata | None:
         """Find and validate the checkpoint to resume from, without touching a live sampler. Called once, only when resume is on.

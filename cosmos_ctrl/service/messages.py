@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2
 from cosmos_ctrl.checkpoints.discovery import Candidate
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest
 from cosmos_ctrl.core.admission import RowRefused, WeightAnnouncement
+from cosmos_ctrl.core.agreement import Resumed
 from cosmos_ctrl.core.commands import End, Save, Train
 from cosmos_ctrl.core.controller import Acknowledgement, GroupPayloads
 from cosmos_ctrl.core.execution import Incarnation, Notice
@@ -133,6 +134,7 @@ def save_to_message(save: Save, owner: SamplingOwner, execution_number: int) -> 
         execution_number=execution_number,
         metadata=metadata_to_message(save_metadata(save, owner)),
         final=save.final,
+        repeat_bound_completions=save.window_completions,
     )
 
 
@@ -219,6 +221,21 @@ def checkpoint_to_message(path: str, manifest: CheckpointManifest, digest: str) 
         completed_optimizer_updates=manifest.metadata.completed_optimizer_updates,
         parent_checkpoint_id=manifest.parent.checkpoint_id if manifest.parent else "",
         total_bytes=manifest.total_bytes,
+    )
+
+
+def save_to_checkpoint(save: Save, execution_number: int, resumed: Resumed | None) -> checkpoint_pb2.Checkpoint:
+    """A committed save of this execution."""
+    parent = save.parent.checkpoint_id if save.parent else resumed.metadata.checkpoint_id if resumed else ""
+    return checkpoint_pb2.Checkpoint(
+        checkpoint_id=save.checkpoint_id,
+        path=save.path,
+        manifest_digest=save.manifest_digest,
+        execution_number=execution_number,
+        completed_training_steps=save.steps,
+        completed_optimizer_updates=save.updates,
+        parent_checkpoint_id=parent,
+        total_bytes=sum(receipt.size_bytes for receipts in save.receipts.values() for receipt in receipts),
     )
 
 

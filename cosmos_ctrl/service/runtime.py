@@ -19,7 +19,7 @@ from cosmos_ctrl.checkpoints.claims import is_superseded
 from cosmos_ctrl.checkpoints.damage import record_damage
 from cosmos_ctrl.checkpoints.document import Parent
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, publish_from_receipts
-from cosmos_ctrl.checkpoints.stores.local import LocalStore
+from cosmos_ctrl.checkpoints.stores.local import VISIBLE_NOT_DURABLE, LocalStore
 from cosmos_ctrl.core.commands import Save
 from cosmos_ctrl.core.controller import Controller, Effect, Publish, RecordDamage
 from cosmos_ctrl.core.errors import ControlError, StorageUnavailableError
@@ -30,6 +30,8 @@ from cosmos_ctrl.service.watch import Revisions
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_STALL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,10 @@ class Superseded(Exception):
     """A newer execution has claimed the run."""
 
 
+class Unacknowledged(Exception):
+    """The manifest is visible, and it is not known whether it may be acknowledged."""
+
+
 class Runtime:
     """Drives one controller."""
 
@@ -56,8 +62,6 @@ class Runtime:
         self.revisions = Revisions()
         self.superseded = False
         self.damage_recorded = False
-        self.newest: CheckpointManifest | None = None
-        """The last manifest that this execution committed."""
         self._publishing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -84,9 +88,16 @@ class Runtime:
             await self.revisions.beyond(self.revisions.current, left)
 
     async def tick_forever(self, interval_s: float) -> None:
-        """Let time pass for the core."""
+        """Let time pass for the core. While this process itself stood still (stopped, or its machine suspended) it could hear
+        nobody: that time is not held against the workers."""
+        loop = asyncio.get_running_loop()
         while True:
+            before = loop.time()
             await asyncio.sleep(interval_s)
+            stood_still_s = loop.time() - before - interval_s
+            if stood_still_s > _STALL_S:
+                _log.warning("the controller stood still for %.1f s", stood_still_s)
+                self.controller.workers.excuse(stood_still_s)
             self.controller.tick()
             self.settle()
 
@@ -118,6 +129,9 @@ class Runtime:
         except Superseded:
             self.superseded = True
             self.controller.fail("a newer execution has claimed this run; nothing more is published or acknowledged")
+        except Unacknowledged as error:
+            # It is there, so it cannot be abandoned; it may not last, so nobody may be told. The next execution sees.
+            self.controller.fail(f"the checkpoint of step {save.steps} is visible and not acknowledged: {error}")
         except ControlError as error:
             _log.error("checkpoint of step %d is not committed: %s", save.steps, error)
             self.controller.publication_failed(save, error)
@@ -127,14 +141,22 @@ class Runtime:
             self.controller.publication_failed(save, cause)
         else:
             _log.info("checkpoint of step %d is committed: %s (%s)", save.steps, save.path, digest)
-            self.newest = manifest
             self.controller.publication_succeeded(save, digest)
 
     def _publish_blocking(self, store: LocalStore, path: str, manifest: CheckpointManifest) -> str:
         if is_superseded(store, manifest.execution_number):
             raise Superseded
-        digest = publish_from_receipts(Path(store.path_of(path)), manifest)
-        if is_superseded(store, manifest.execution_number):
+        try:
+            digest = publish_from_receipts(Path(store.path_of(path)), manifest)
+        except StorageUnavailableError as error:
+            if error.operation == VISIBLE_NOT_DURABLE:
+                raise Unacknowledged(str(error)) from error
+            raise
+        try:
+            superseded = is_superseded(store, manifest.execution_number)
+        except ControlError as error:
+            raise Unacknowledged(str(error)) from error
+        if superseded:
             raise Superseded
         return digest
 

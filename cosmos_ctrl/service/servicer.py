@@ -138,6 +138,7 @@ class ControllerServicer(ControllerServiceServicer):
             applied=worker.log.applied,
             limits=self._limits(),
             weights_announced=core.policy.announces_weights,
+            leader=worker.place == core.commands.leader,
         )
 
     async def SubmitReports(self, request: pb.SubmitReportsRequest, context: Any) -> pb.SubmitReportsResponse:
@@ -155,7 +156,8 @@ class ControllerServicer(ControllerServiceServicer):
 
     def _apply(self, request: pb.SubmitReportsRequest | pb.StreamReportsRequest) -> reports_pb2.ReportAck:
         core, identity = self._core, request.worker
-        core.hear(identity.execution_id, identity.session_id)
+        what = "report" if request.HasField("batch") else "heartbeat"
+        core.hear(identity.execution_id, identity.session_id, what)
         confirmed = (request.acked_through, request.notices_through)
 
         def apply() -> Acknowledgement:
@@ -243,7 +245,7 @@ class ControllerServicer(ControllerServiceServicer):
         core.hear(identity.execution_id, identity.session_id)
         share = request.dp_rank if request.HasField("dp_rank") else None
         groups = core.payloads(identity.execution_id, identity.session_id, request.command, share)
-        for chunk in messages.payload_messages(groups, PAYLOAD_CHUNK_BYTES):
+        for chunk in messages.payload_messages(groups, self._chunk_bytes):
             yield pb.FetchPayloadsResponse(header=self._header(), groups=chunk)
 
     async def ReportShards(self, request: pb.ReportShardsRequest, context: Any) -> pb.ReportShardsResponse:
@@ -296,6 +298,10 @@ class ControllerServicer(ControllerServiceServicer):
         finally:
             self._runtime.settle()
 
+    @property
+    def _chunk_bytes(self) -> int:
+        return min(PAYLOAD_CHUNK_BYTES, self._core.policy.max_message_bytes // 2)
+
     def _header(self) -> pb.ResponseHeader:
         core = self._core
         return pb.ResponseHeader(execution_id=core.identity.id, revision=core.lifecycle.revision)
@@ -314,10 +320,10 @@ class ControllerServicer(ControllerServiceServicer):
         return messages.state_to_message(state, self._core.identity.number, self._checkpoint())
 
     def _checkpoint(self) -> checkpoint_pb2.Checkpoint | None:
-        save, resumed, newest = self._core.training.last_save, self._core.resumed, self._runtime.newest
-        if save is not None and newest is not None:
-            return messages.checkpoint_to_message(save.path, newest, save.manifest_digest)
-        if save is None and resumed is not None:
+        save, resumed = self._core.training.last_save, self._core.resumed
+        if save is not None:
+            return messages.save_to_checkpoint(save, self._core.identity.number, resumed)
+        if resumed is not None:
             return checkpoint_pb2.Checkpoint(
                 checkpoint_id=resumed.metadata.checkpoint_id,
                 path=resumed.metadata.checkpoint_path,

@@ -167,17 +167,15 @@ class _PhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     PHASE_UNSPECIFIED: _Phase.ValueType  # 0
     """Never sent."""
-    PHASE_RESTORING: _Phase.ValueType  # 1
-    """Finding and loading the checkpoint; no worker is served."""
-    PHASE_AWAITING_AGREEMENT: _Phase.ValueType  # 2
-    """Waiting until every trainer rank has confirmed what it restored."""
-    PHASE_RUNNING: _Phase.ValueType  # 3
+    PHASE_AWAITING_AGREEMENT: _Phase.ValueType  # 1
+    """Waiting until every trainer rank has confirmed what it restored. Before that everything is answered with RESTORING."""
+    PHASE_RUNNING: _Phase.ValueType  # 2
     """Training."""
-    PHASE_DRAINING: _Phase.ValueType  # 4
+    PHASE_DRAINING: _Phase.ValueType  # 3
     """Finishing what was issued; no new prompts are leased."""
-    PHASE_ENDED: _Phase.ValueType  # 5
+    PHASE_ENDED: _Phase.ValueType  # 4
     """Ended as it should; every rank gets END."""
-    PHASE_FAILED: _Phase.ValueType  # 6
+    PHASE_FAILED: _Phase.ValueType  # 5
     """Ended by an error; every fenced call gets EXECUTION_ENDED or the error that ended it."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
@@ -185,17 +183,15 @@ class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
 
 PHASE_UNSPECIFIED: Phase.ValueType  # 0
 """Never sent."""
-PHASE_RESTORING: Phase.ValueType  # 1
-"""Finding and loading the checkpoint; no worker is served."""
-PHASE_AWAITING_AGREEMENT: Phase.ValueType  # 2
-"""Waiting until every trainer rank has confirmed what it restored."""
-PHASE_RUNNING: Phase.ValueType  # 3
+PHASE_AWAITING_AGREEMENT: Phase.ValueType  # 1
+"""Waiting until every trainer rank has confirmed what it restored. Before that everything is answered with RESTORING."""
+PHASE_RUNNING: Phase.ValueType  # 2
 """Training."""
-PHASE_DRAINING: Phase.ValueType  # 4
+PHASE_DRAINING: Phase.ValueType  # 3
 """Finishing what was issued; no new prompts are leased."""
-PHASE_ENDED: Phase.ValueType  # 5
+PHASE_ENDED: Phase.ValueType  # 4
 """Ended as it should; every rank gets END."""
-PHASE_FAILED: Phase.ValueType  # 6
+PHASE_FAILED: Phase.ValueType  # 5
 """Ended by an error; every fenced call gets EXECUTION_ENDED or the error that ended it."""
 Global___Phase: typing_extensions.TypeAlias = Phase
 
@@ -377,7 +373,9 @@ Global___GetResumeStateRequest: typing_extensions.TypeAlias = GetResumeStateRequ
 
 @typing.final
 class GetResumeStateResponse(google.protobuf.message.Message):
-    """What this execution resumed from. The same for everyone, from the moment the port is open until it ends."""
+    """What this execution resumed from: the same for everyone until it ends. RESTORING while that is not known; phase and limits are of
+    the moment.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -472,7 +470,7 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
     group: builtins.str
     """Trainer group ("policy", "critic", …) or rollout pool. Not empty."""
     replica: builtins.int
-    """Replica within the group, from 0."""
+    """Rollout: replica within the group, from 0. Trainer: 0, since its ranks count through all replicas."""
     rank: builtins.int
     """Rank within the trainer group, or within the rollout replica."""
     world_size: builtins.int
@@ -518,12 +516,15 @@ class RegisterWorkerResponse(google.protobuf.message.Message):
     APPLIED_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
     WEIGHTS_ANNOUNCED_FIELD_NUMBER: builtins.int
+    LEADER_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """Names the session in every fenced request."""
     applied: builtins.int
     """Highest batch number applied from this incarnation; drop up to it, send the rest again."""
     weights_announced: builtins.bool
     """Whether rollout workers must load announced weights before they generate."""
+    leader: builtins.bool
+    """Whether this trainer rank leads: it alone names what became of a command's completions, and announces weights."""
     @property
     def header(self) -> Global___ResponseHeader:
         """The execution ID here is what a process that stated none pins from now on."""
@@ -545,9 +546,10 @@ class RegisterWorkerResponse(google.protobuf.message.Message):
         applied: builtins.int = ...,
         limits: Global___Limits | None = ...,
         weights_announced: builtins.bool = ...,
+        leader: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "lease_time", b"lease_time", "limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["applied", b"applied", "header", b"header", "lease_time", b"lease_time", "limits", b"limits", "session_id", b"session_id", "weights_announced", b"weights_announced"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["applied", b"applied", "header", b"header", "leader", b"leader", "lease_time", b"lease_time", "limits", b"limits", "session_id", b"session_id", "weights_announced", b"weights_announced"]) -> None: ...
 
 Global___RegisterWorkerResponse: typing_extensions.TypeAlias = RegisterWorkerResponse
 
@@ -993,6 +995,7 @@ class SaveCommand(google.protobuf.message.Message):
     EXECUTION_NUMBER_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     FINAL_FIELD_NUMBER: builtins.int
+    REPEAT_BOUND_COMPLETIONS_FIELD_NUMBER: builtins.int
     checkpoint_id: builtins.str
     """Fresh identity."""
     path: builtins.str
@@ -1005,6 +1008,10 @@ class SaveCommand(google.protobuf.message.Message):
     """Execution number for the receipts."""
     final: builtins.bool
     """The last one: END follows."""
+    repeat_bound_completions: builtins.int
+    """W: completions issued beyond the boundary, of which so many may repeat on a resume from here. An application that owns its
+    checkpoints keeps it with the metadata.
+    """
     @property
     def metadata(self) -> cosmos_ctrl.v1.checkpoint_pb2.ResumeMetadata:
         """Metadata with the boundary: stored by the application when it owns its checkpoints; otherwise for information."""
@@ -1019,9 +1026,10 @@ class SaveCommand(google.protobuf.message.Message):
         execution_number: builtins.int = ...,
         metadata: cosmos_ctrl.v1.checkpoint_pb2.ResumeMetadata | None = ...,
         final: builtins.bool = ...,
+        repeat_bound_completions: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["metadata", b"metadata"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "completed_optimizer_updates", b"completed_optimizer_updates", "completed_training_steps", b"completed_training_steps", "execution_number", b"execution_number", "final", b"final", "metadata", b"metadata", "path", b"path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "completed_optimizer_updates", b"completed_optimizer_updates", "completed_training_steps", b"completed_training_steps", "execution_number", b"execution_number", "final", b"final", "metadata", b"metadata", "path", b"path", "repeat_bound_completions", b"repeat_bound_completions"]) -> None: ...
 
 Global___SaveCommand: typing_extensions.TypeAlias = SaveCommand
 

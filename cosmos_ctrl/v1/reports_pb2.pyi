@@ -99,9 +99,11 @@ class _RefusalReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     REFUSAL_REASON_LEASE_LOST: _RefusalReason.ValueType  # 1
     """The group is not leased under this number any more: it expired, was returned, cancelled or leased again."""
     REFUSAL_REASON_RETIRED: _RefusalReason.ValueType  # 2
-    """The group is behind the safe boundary: settled for good."""
+    """Everything of the group is settled for good."""
     REFUSAL_REASON_ALREADY_REPORTED: _RefusalReason.ValueType  # 3
-    """The same completion was reported before under this lease."""
+    """The same completion was reported before under this lease, which is still open for others. Once all of a lease is reported it
+    is over, and LEASE_LOST.
+    """
     REFUSAL_REASON_ENDED: _RefusalReason.ValueType  # 4
     """The worker's replica has ended."""
 
@@ -113,9 +115,11 @@ REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
 REFUSAL_REASON_LEASE_LOST: RefusalReason.ValueType  # 1
 """The group is not leased under this number any more: it expired, was returned, cancelled or leased again."""
 REFUSAL_REASON_RETIRED: RefusalReason.ValueType  # 2
-"""The group is behind the safe boundary: settled for good."""
+"""Everything of the group is settled for good."""
 REFUSAL_REASON_ALREADY_REPORTED: RefusalReason.ValueType  # 3
-"""The same completion was reported before under this lease."""
+"""The same completion was reported before under this lease, which is still open for others. Once all of a lease is reported it
+is over, and LEASE_LOST.
+"""
 REFUSAL_REASON_ENDED: RefusalReason.ValueType  # 4
 """The worker's replica has ended."""
 Global___RefusalReason: typing_extensions.TypeAlias = RefusalReason
@@ -164,7 +168,7 @@ class RolloutRows(google.protobuf.message.Message):
 
     @property
     def lowest_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """COMPLETED only: lowest weight version that any token of the row was sampled with."""
+        """COMPLETED only: lowest weight version that any token of the row was sampled with. Anything in a run that announces none."""
 
     @property
     def highest_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -172,11 +176,13 @@ class RolloutRows(google.protobuf.message.Message):
 
     @property
     def rewards(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """COMPLETED only: one reward per set bit, rows in order, low bit first."""
+        """COMPLETED only: one reward per set bit, rows in order, low bit first. Finite."""
 
     @property
     def payloads(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """COMPLETED only: one inline payload per set bit in the order of `rewards`, or none at all."""
+        """COMPLETED only: one inline payload per set bit in the order of `rewards`, or none at all. Each at most half of the limit of a
+        message: it goes out again with its prompt.
+        """
 
     @property
     def handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -257,7 +263,7 @@ class CompletionReport(google.protobuf.message.Message):
     completed_training_step: builtins.int
     """Its training step. Another step than the command's is WRONG_STEP."""
     optimizer_updates: builtins.int
-    """Optimizer updates done by this command on this rank; may be zero. Equal on all ranks of a trainer group."""
+    """Optimizer updates done by this command on this rank; may be zero. Equal on all ranks of all trainer groups."""
     @property
     def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DisposedRows]:
         """Said by the leader (rank 0 of the run's first trainer group) for all ranks, naming every completion of the
@@ -320,14 +326,14 @@ Global___WeightAnnouncement: typing_extensions.TypeAlias = WeightAnnouncement
 
 @typing.final
 class Metric(google.protobuf.message.Message):
-    """A number for operators: the last value of each name is shown with the worker."""
+    """A number for operators: the last value of each name is shown with the worker. A 65th name is ignored."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Name with its unit, such as "tokens_per_second". At most 64 names per worker."""
+    """Name with its unit, such as "tokens_per_second"."""
     value: builtins.float
     """Last value."""
     def __init__(
@@ -368,7 +374,7 @@ class ReportBatch(google.protobuf.message.Message):
 
     @property
     def weights(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WeightAnnouncement]:
-        """Trainers only, versions rising."""
+        """Trainers only. An older version than the newest changes nothing; one of a step that was never given is MALFORMED."""
 
     @property
     def metrics(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Metric]:

@@ -36,19 +36,21 @@ def train(settings: GrpoSettings, prompts: Path) -> str:
             else:
                 learner.warm_start(load_prompts(prompts))
             trainer.confirm(steps=learner.steps, updates=learner.updates)
-            if trainer.leader:
-                trainer.announce_weights(learner.steps, weights.write(learner.steps, learner.weights()))
+
+            def push() -> str:
+                # One rank writes; the others' announcements are not sent.
+                return weights.write(learner.steps, learner.weights()) if trainer.leader else ""
+
+            trainer.announce_weights(learner.steps, push())
             for command in trainer.commands(process_group=dist.group.WORLD):
                 if command.is_save:
                     with trainer.save(command) as save:
                         torch.save(learner.state(), save.open("state.pt"))
                     continue
                 result = learner.train([_group(group) for group in command.payloads()])
-                rejected = [(lost.group_id, lost.index, lost.reason) for lost in result.rejected]
-                trainer.complete(command, updates=result.updates, discarded=rejected)
-                if trainer.leader:
-                    trainer.metric("loss", result.loss)
-                    trainer.announce_weights(command.step, weights.write(command.step, learner.weights()))
+                trainer.complete(command, updates=result.updates, discarded=result.rejected)
+                trainer.metric("loss", result.loss)
+                trainer.announce_weights(command.step, push())
         return str(trainer.end_reason)
     finally:
         dist.destroy_process_group()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_KEPT = 4
+#: A rollout worker that was stopped for a while may still ask for a version that was the newest then.
+_KEPT = 16
 
 
 class WeightFiles:

@@ -17,11 +17,10 @@ def write_report(run: Path) -> None:
     print("\n".join(summary_lines(report)))
     print(f"  report  {run / 'report.json'}")
     try:
-        draw(report, run / "report.png")
+        if draw(report, run / "report.png"):
+            print(f"  picture {run / 'report.png'}")
     except ImportError:
         print("  no picture: matplotlib is not installed (extra: demo)")
-    else:
-        print(f"  picture {run / 'report.png'}")
 
 
 def summary_lines(report: RunReport) -> list[str]:
@@ -38,13 +37,13 @@ def summary_lines(report: RunReport) -> list[str]:
         f"  this run skipped                                {report.skipped:5d} completions",
         f"  repeated, the restored model contained them     {report.repeated:5d} of at most {report.window_at_checkpoint}",
         f"  redone, trained after the checkpoint            {report.redone:5d}",
-        f"  requests of dead executions refused             {report.stale_reports_refused:5d}",
+        f"  reports of dead executions refused              {report.stale_reports_refused:5d}",
         f"  completions left in the budget                  {report.remaining_completions:5d}",
     ]
 
 
-def draw(report: RunReport, path: Path) -> None:
-    """Reward by step, and the fetched cursor against the safe boundary over time, with each restart marked."""
+def draw(report: RunReport, path: Path) -> bool:
+    """Reward by step, and the fetched cursor against the safe boundary over time, with each restart marked. False: no step to draw."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,7 +52,7 @@ def draw(report: RunReport, path: Path) -> None:
     figure, (rewards, places) = pyplot.subplots(2, 1, figsize=(9, 7), layout="constrained")
     if not report.steps:
         pyplot.close(figure)
-        return
+        return False
     begin = report.steps[0].t
     budget = max(step.safe for step in report.steps)
     restarts: list[float] = []
@@ -83,6 +82,7 @@ def draw(report: RunReport, path: Path) -> None:
     places.legend()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+    return True
 
 
 def _plot_rewards(axes: object, steps: list[StepReport], colour: str, label: str | None) -> None:

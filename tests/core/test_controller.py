@@ -349,7 +349,6 @@ def broken_batches(lease: Any) -> dict[str, Any]:
         "words unequal": changed(words=[0, 0]),
         "versions missing": changed(lowest_versions=[]),
         "versions crossed": changed(lowest_versions=[1], highest_versions=[0]),
-        "future version": changed(highest_versions=[9]),
         "payloads missing": changed(payloads=[b"a", b"b"]),
         "both kinds": changed(payloads=[b"a"], handles=["a"]),
         "a reason": changed(reason="why"),
@@ -452,17 +451,16 @@ def test_g10_batches_and_metrics_have_limits() -> None:
     leases = worker.lease(2)
     with pytest.raises(WindowFullError):
         worker.complete(*leases)
-    with pytest.raises(MalformedError):
-        worker.submit(metrics=tuple((f"m{i}", 1.0) for i in range(65)))
-    worker.submit(metrics=(("tokens_per_second", 5.0),))
+    worker.submit(metrics=tuple((f"m{i}", 1.0) for i in range(65)))
     core = house.controller
+    assert len(core.workers.of(worker.session).metrics) == 64
     for number in (2, 3):
         core.submit("execution-1", worker.session, 1, 0, Batch(number=number, digest=b"x"))
     with pytest.raises(WindowFullError):
         core.submit("execution-1", worker.session, 1, 0, Batch(number=4, digest=b"x"))
     core.submit("execution-1", worker.session, 3, 0, Batch(number=4, digest=b"x"))
     (incarnation,) = [w for w in core.workers if w.place.role == "rollout"]
-    assert incarnation.metrics == {"tokens_per_second": 5.0}
+    assert incarnation.metrics.keys() == {f"m{i}" for i in range(64)}
 
 
 def test_a_command_reported_twice_in_one_batch_is_malformed() -> None:
@@ -580,7 +578,7 @@ def test_no_lease_before_the_restored_weights_are_announced() -> None:
     assert resumed.controller.statistics().weights_version == 1
 
 
-def test_weights_of_the_step_in_flight_are_known_where_none_are_announced() -> None:
+def test_versions_are_not_looked_at_where_none_are_announced() -> None:
     house = House(groups_per_step=1, trainer_groups=(("policy", 2),))
     leader, second = house.open_gate()
     worker = house.rollout()
@@ -591,9 +589,6 @@ def test_weights_of_the_step_in_flight_are_known_where_none_are_announced() -> N
     (lease,) = worker.lease()
     worker.complete(lease, version=1)  # the leader has completed step 1, the other rank has not said so yet
     assert not command.committed
-    (lease,) = worker.lease()
-    with pytest.raises(MalformedError):
-        worker.complete(lease, version=2)
     second.trained(command)
 
 
@@ -665,8 +660,10 @@ def test_an_application_that_owns_its_checkpoints_reports_them() -> None:
     with pytest.raises(NotAllowedError):
         trainer.saved(save)
     core = house.controller
-    for path in ("mine/step1", "mine/other"):
-        core.report_committed("execution-1", trainer.session, save.number, path)
+    for _ in range(2):
+        core.report_committed("execution-1", trainer.session, save.number, "mine/step1")
+    with pytest.raises(ConflictingRetryError):
+        core.report_committed("execution-1", trainer.session, save.number, "mine/other")
     assert (save.state, save.path) == ("COMMITTED", "mine/step1")
     assert core.take_effects() == []
     ours = House(groups_per_step=1, save_every_steps=1)

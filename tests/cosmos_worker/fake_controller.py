@@ -283,6 +283,7 @@ class FakeController(ControllerServiceServicer):
             applied=len(self.processes[request.incarnation].applied),
             limits=self.limits,
             weights_announced=self.weights_announced,
+            leader=request.role == pb.ROLE_TRAINER and request.group == "policy" and request.rank == 0,
         )
 
     def _apply(self, process: Process, request: Any) -> reports_pb2.ReportAck:

@@ -46,8 +46,8 @@ def test_arguments_win_over_the_environment():
     assert Endpoint.find(environ=environ) == Endpoint(address="env:1", execution_id="env-id")
     assert Endpoint.find(address="a:2", execution_id="", environ=environ) == Endpoint(address="a:2", execution_id="")
     place = Trainer.from_env(environ=environ)._connection.place
-    assert place == WorkerPlace(role="trainer", group="policy", replica=4, rank=3, world_size=8, dp_rank=3, dp_size=8)
-    place = Trainer.from_env(environ=environ, group="critic", rank=1, replica=0, dp=(0, 2))._connection.place
+    assert place == WorkerPlace(role="trainer", group="policy", replica=0, rank=3, world_size=8, dp_rank=3, dp_size=8)
+    place = Trainer.from_env(environ=environ, group="critic", rank=1, dp=(0, 2))._connection.place
     assert place == WorkerPlace(role="trainer", group="critic", rank=1, world_size=8, dp_rank=0, dp_size=2)
     place = SyncRollout.from_env(environ=environ, world_size=4)._connection.place
     assert place == WorkerPlace(role="rollout", group="rollout", replica=4, rank=3, world_size=4)

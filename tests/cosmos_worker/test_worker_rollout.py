@@ -57,12 +57,13 @@ async def test_the_loop_of_the_quickstart(controller, options):
 async def test_completions_of_a_group_share_a_row(controller, options):
     controller.offer(group(1))
     controller.no_more = True
-    controller.silent = True
     async with Rollout.from_env(**options()) as rollout:
         async for leased in rollout.groups():
+            controller.change(lambda: setattr(controller, "silent", True))
+            heard = controller.calls["StreamReports"]
             # The first goes out alone; the rest gather behind it, in any order.
             await rollout.report(leased, 2, b"c", reward=2.0, versions=(5, 4))
-            await asyncio.to_thread(controller.until, lambda: controller.calls["StreamReports"] >= 1)
+            await asyncio.to_thread(controller.until, lambda heard=heard: controller.calls["StreamReports"] > heard)
             await rollout.report(leased, 3, b"d", reward=3.0, versions=7)
             await rollout.report(leased, 0, b"a", reward=0.0, versions=[6, 9])
             await rollout.report(leased, 1, b"b", reward=1.0, versions=8)

@@ -214,7 +214,7 @@ def malformed(groups: Any) -> dict[str, reports_pb2.ReportBatch]:
     add("a word too few", lambda rows: rows.words.append(0))
     add("a version too few", lambda rows: rows.lowest_versions.pop())
     add("versions in the wrong order", lambda rows: rows.lowest_versions.__setitem__(0, 1))
-    add("versions of the future", lambda rows: rows.highest_versions.__setitem__(0, 9))
+    add("a reward that is no number", lambda rows: rows.rewards.__setitem__(0, float("nan")))
     add("a reward too few", lambda rows: rows.rewards.pop())
     add("a reward too many", lambda rows: rows.rewards.append(0))
     add("an empty mask", lambda rows: (rows.masks.__setitem__(0, 0), rows.rewards.__delitem__(slice(0, 2))))
@@ -224,9 +224,6 @@ def malformed(groups: Any) -> dict[str, reports_pb2.ReportBatch]:
     add("no reason for what is discarded", lambda rows: None, disposed(groups, DISCARDED))
     add("no reason for what failed", lambda rows: None, disposed(groups, FAILED))
     add("rewards for what is returned", lambda rows: rows.rewards.extend([1.0] * 4), disposed(groups, RETURNED))
-    add("65 metrics", lambda rows: None)
-    for number in range(65):
-        found["65 metrics"].metrics.add(name=f"m{number}", value=1)
     return found
 
 
