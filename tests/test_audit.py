@@ -346,3 +346,14 @@ def test_a_sound_resume_skips_nothing_and_an_unsound_one_what_it_jumped_over(dat
     assert found.repeated == 2 * len(trained & set(again))
     assert found.repeated <= found.window_at_checkpoint == 2 * len(again)
     assert found.live_cursor_would_skip == len(keys) - len(trained)
+
+
+def test_another_lineages_prompts_are_not_skipped_by_this_one():
+    first = Story(1).issue("a", "b").commit("a", "b").save("one", remaining=16)
+    # Started fresh although there was a checkpoint, over other prompts: a lineage of its own.
+    second = Story(2).issue("x").commit("x").save("two", remaining=18)
+    assert report(first, second).skipped == 0
+    # One that resumed from this lineage belongs to it, with or without checkpoints of its own.
+    third = Story(3, "two", remaining=18, step=1).issue("y").commit("y")
+    fourth = Story(4, "two", remaining=18, step=1).issue("z").commit("z").save("three", remaining=16)
+    assert report(first, second, third, fourth).skipped == 2

@@ -263,3 +263,24 @@ def test_compatibility_and_application_are_kept_as_they_are():
 def test_the_runs_directory_has_the_runs_name_unless_given():
     assert load('[run]\nname = "x"\n').directory == Path("runs/x")
     assert load('[run]\nname = "x"\ndirectory = "/elsewhere"\n').directory == Path("/elsewhere")
+
+
+def test_a_variable_reaches_a_key_of_any_depth():
+    config = load("", {"COSMOS_CTRL__APPLICATION__MODEL__WIDTH": "32", "COSMOS_CTRL__TRAIN__TRAINERS__POLICY": "2"})
+    assert config.application == {"model": {"width": 32}}
+    assert config.train.trainers == {"policy": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("[train]\ngroups_per_step = 96\n[rollout]\nmax_outstanding_groups = 4", "max_outstanding_groups 4"),
+        ("[rollout]\nn_generation = 8\n[workers]\nmax_batch_completions = 4", "max_batch_completions 4"),
+        ("[rollout]\nn_generation = 2\nmin_completions_per_group = 3", "min_completions_per_group 3"),
+        ("[rollout]\nmax_staleness = 1\nannounces_weights = false", "max_staleness"),
+        ('[run]\nname = "../../elsewhere"', "run.name"),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_are_refused(text, what):
+    with pytest.raises(ConfigurationError, match=what):
+        load(text)

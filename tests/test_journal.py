@@ -72,3 +72,13 @@ def test_damage_in_the_middle_is_an_error(path):
     path.write_text('{"event": "a"}\n{"event": \n{"event": "c"}\n')
     with pytest.raises(json.JSONDecodeError):
         list(read_journal(path))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+def test_a_full_disk_never_reaches_who_records(caplog):
+    journal = Journal(Path("/dev/full"))
+    for _ in range(3):
+        journal.record("step", step=1)
+    journal.close()
+    assert [record.message for record in caplog.records if "cannot be written any more" in record.message]
+    assert len(caplog.records) == 1

@@ -182,11 +182,14 @@ def test_it_learns_from_a_prompts_file_of_the_users_own(tmp_path: Path) -> None:
     assert len({(event["epoch"], event["key"]) for event in issued}) == 2 * len(tasks)
 
 
-def test_a_prompts_file_that_cannot_be_used_is_refused_by_line(tmp_path: Path) -> None:
+def test_a_prompts_file_that_cannot_be_used_is_refused_by_line_and_nothing_is_removed(tmp_path: Path) -> None:
     prompts = tmp_path / "mine.jsonl"
+    kept = tmp_path / "runs/demo/checkpoints/kept"
+    kept.mkdir(parents=True)
     prompts.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n{"prompt": "1 + 2 ="}\n')
-    done = run(tmp_path, "--prompts", str(prompts))
+    done = run(tmp_path, "--fresh", "--prompts", str(prompts))
     assert done.returncode == 2
+    assert kept.exists()
     assert f"{prompts}:2" in done.stderr
     assert "answer" in done.stderr
 
@@ -226,3 +229,23 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def test_fresh_removes_what_runs_wrote_and_nothing_else(tmp_path: Path) -> None:
+    directory = tmp_path / "runs/demo"
+    for name in ("executions/00000001.json", "checkpoints/old/manifest.json", "notes/mine.txt"):
+        (directory / name).parent.mkdir(parents=True)
+        (directory / name).write_text("{}")
+    # A step limit of zero: there is nothing to do, so nothing is trained.
+    done = run(tmp_path, "--fresh", COSMOS_CTRL__TRAIN__MAX_STEPS="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing to do: at step 0, the limit is 0" in done.stdout
+    assert not (directory / "checkpoints").exists()
+    assert [path.name for path in (directory / "executions").glob("*.json")] == ["00000001.json"]
+    assert (directory / "notes/mine.txt").exists()
+
+
+def test_the_launcher_ends_with_the_controllers_code(tmp_path: Path) -> None:
+    done = run(tmp_path, COSMOS_CTRL__TRAIN__RESUME='"checkpoints/none"')
+    assert done.returncode == 13, done.stdout + done.stderr
+    assert "no such checkpoint" in done.stdout

@@ -111,6 +111,15 @@ def test_a_second_controller_on_the_port_is_an_error(idle, tmp_path):
     assert idle.state().execution_number == 1
 
 
+def test_a_start_that_cannot_have_its_port_supersedes_nobody(idle):
+    run = Path(idle.state().run_uri)
+    port = int(idle.address.rpartition(":")[2])
+    before = sorted((run / "executions").iterdir())
+    with started(write_config(run.parent / "again", run={"directory": str(run)}, server={"port": port})) as second:
+        assert second.exit_code() == ExitCode.ERROR
+    assert sorted((run / "executions").iterdir()) == before
+
+
 def test_resume_state_prints_json(idle):
     command = [sys.executable, "-m", "cosmos_ctrl.cli", "resume-state", idle.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)

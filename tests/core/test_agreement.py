@@ -225,3 +225,14 @@ def test_g11_legacy_ranks_agree_with_each_other() -> None:
     first, second = agreed.trainer(0), agreed.trainer(1)
     first.confirm(metadata=metadata, training_steps=1, optimizer_updates=1)
     assert second.confirm(metadata=metadata, training_steps=1, optimizer_updates=1) == ()
+
+
+def test_g4_a_gate_behind_which_nothing_could_be_saved_does_not_open() -> None:
+    house = House(trainer_groups=TWO)
+    first, second = house.trainer(0), house.trainer(1)
+    first.confirm(artifact_names=())
+    with pytest.raises(MalformedError, match="no trainer rank declares an artifact"):
+        second.confirm(artifact_names=())
+    assert house.controller.lifecycle.phase == "AWAITING_AGREEMENT"
+    second.confirm(artifact_names=("policy-1/state.pt",))
+    assert house.controller.lifecycle.phase == "RUNNING"

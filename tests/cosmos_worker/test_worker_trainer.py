@@ -18,6 +18,7 @@ from cosmos_ctrl.core.errors import (
     ArtifactMissingError,
     AwaitingAgreementError,
     CheckpointDamagedError,
+    CheckpointNotFoundError,
     ConflictingRetryError,
     ExecutionEndedError,
     ResumeMetadataMismatch,
@@ -172,6 +173,14 @@ def test_damage_is_told_before_it_is_raised(controller, options, run):
     (confirmed,) = controller.confirmed.values()
     assert confirmed.damaged.name == "policy-0/state.pt"
     assert "damaged" in confirmed.damaged.explanation
+
+
+def test_g7_a_run_that_is_mounted_elsewhere_is_no_damage(controller, options, run, tmp_path):
+    publish(run, controller)
+    wrong = options(run_directory=str(tmp_path / "not mounted"))
+    with pytest.raises(CheckpointNotFoundError), Trainer.from_env(**wrong) as trainer:
+        trainer.artifacts(trainer.resume())
+    assert not controller.confirmed
 
 
 @pytest.mark.parametrize("harm", ["missing", "link", "swapped manifest", "other rank"])

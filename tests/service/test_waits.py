@@ -350,6 +350,24 @@ async def test_a_controller_that_is_superseded_while_it_publishes_acknowledges_n
     assert not [event for event in house.journal if event["event"] == "published"]
 
 
+async def test_a_manifest_that_is_visible_and_perhaps_not_durable_is_neither_acknowledged_nor_abandoned(
+    houses, monkeypatch
+):
+    house, (_, second), save = await saving(houses)
+    publish = runtime_module.publish_from_receipts
+
+    def fails_late(*arguments: Any) -> str:
+        publish(*arguments)
+        raise StorageUnavailableError(path="p", operation=runtime_module.VISIBLE_NOT_DURABLE, cause="EIO")
+
+    monkeypatch.setattr(runtime_module, "publish_from_receipts", fails_late)
+    error = await refusal(house.stub.ReportShards(second.shards(2, save)))
+    assert isinstance(error, ExecutionEndedError)
+    assert "visible and not acknowledged" in error.message
+    assert len(manifests(house)) == 1
+    assert not [event for event in house.journal if event["event"] in ("published", "abandoned")]
+
+
 @pytest.mark.parametrize(
     "error",
     [
