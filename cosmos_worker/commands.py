@@ -106,6 +106,8 @@ class SaveWork:
     """With the boundary; stored by the application when it owns its checkpoints."""
     final: bool
     """The last one: the end follows."""
+    repeat_bound_completions: int = 0
+    """W; stored with the metadata by an application that owns its checkpoints."""
 
     def payloads(self) -> list[TrainGroup]:
         """Raises UsageError: only a TRAIN command has payloads."""
@@ -156,6 +158,7 @@ def work_of(
             execution_number=save.execution_number,
             metadata=metadata_of(save.metadata),
             final=save.final,
+            repeat_bound_completions=save.repeat_bound_completions,
         )
     train = response.train
     masks: dict[int, int] = {}
