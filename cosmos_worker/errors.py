@@ -10,7 +10,10 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from cosmos_ctrl.core.errors import EXIT_STALE, ControlError, ExecutionEndedError, StaleExecutionError, SupersededError
+from cosmos_ctrl.core.errors import ControlError, ExecutionEndedError, StaleExecutionError, SupersededError
+
+#: Exit code of a worker whose execution is over for it (stale or superseded): final, never retried.
+EXIT_STALE = 10
 
 #: Exit code after any other error that ends a worker: the execution failed, or the controller is gone.
 EXIT_ENDED = 11

@@ -12,9 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-#: Exit code of a worker whose execution is over for it (stale or superseded): final, never retried.
-EXIT_STALE = 10
-
 
 @dataclass(kw_only=True, eq=False)
 class ControlError(Exception):

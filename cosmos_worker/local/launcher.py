@@ -20,9 +20,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from cosmos_ctrl.config import Config, ConfigurationError, load_config, problems_of
-from cosmos_ctrl.core.errors import EXIT_STALE
 from cosmos_ctrl.exits import ExitCode
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
+from cosmos_worker.errors import EXIT_STALE
 from cosmos_worker.grpo.config import GrpoSettings
 from cosmos_worker.grpo.tasks import ensure_bundled_prompts, load_prompts
 from cosmos_worker.local import processes
