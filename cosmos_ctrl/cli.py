@@ -62,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"cosmos-ctrl: {error}", file=sys.stderr)
         return ExitCode.CONFIGURATION
+    except KeyboardInterrupt:
+        print("cosmos-ctrl: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

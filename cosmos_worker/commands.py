@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_ctrl.v1 import reports_pb2
-from cosmos_worker.batches import WORD_BITS, words_of
 from cosmos_worker.errors import ProtocolError, UsageError
 from cosmos_worker.payloads import Handle, decode_payload
+from cosmos_worker.report_items import WORD_BITS, words_of
 from cosmos_worker.resuming import metadata_of
 
 DEFAULT_REASON = "rejected"

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from cosmos_worker.batches import PayloadKind
+from cosmos_worker.report_items import PayloadKind
 
 BYTES = "bytes"
 JSON = "json"

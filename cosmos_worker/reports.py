@@ -21,11 +21,11 @@ import grpc
 from cosmos_ctrl.core.errors import SequenceGapError, WindowFullError
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_ctrl.v1 import reports_pb2
-from cosmos_worker.batches import Item
 from cosmos_worker.errors import DeadlineError
 from cosmos_worker.faults import Fault, Patience, fault_of
+from cosmos_worker.report_items import Item
 from cosmos_worker.settings import ClientConfig
-from cosmos_worker.waiting import set_within
+from cosmos_worker.transport import set_within
 from cosmos_worker.window import Heard, ReportWindow, WindowLimits, WindowStatistics
 
 if TYPE_CHECKING:

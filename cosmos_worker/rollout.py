@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from cosmos_ctrl.v1 import reports_pb2
-from cosmos_worker.batches import RolloutItem
-from cosmos_worker.leases import LeasedGroup
-from cosmos_worker.leasing import Announced
+from cosmos_worker.lease_book import LeasedGroup
+from cosmos_worker.lease_loop import Announced
+from cosmos_worker.report_items import RolloutItem
 from cosmos_worker.rollout_base import RolloutBase, RolloutStatistics
-from cosmos_worker.speaking import Versions
+from cosmos_worker.rollout_reports import Versions
 
 if TYPE_CHECKING:
     from typing_extensions import Self

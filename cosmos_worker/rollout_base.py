@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from cosmos_ctrl.core.errors import WindowFullError
 from cosmos_ctrl.v1 import reports_pb2
-from cosmos_worker import speaking
-from cosmos_worker.batches import MetricItem, RolloutItem
+from cosmos_worker import rollout_reports
 from cosmos_worker.client import Connection
 from cosmos_worker.errors import UsageError
-from cosmos_worker.leases import LeasedGroup, LeaseStatistics
-from cosmos_worker.leasing import Announced, FreeCallback, Leasing
+from cosmos_worker.lease_book import LeasedGroup, LeaseStatistics
+from cosmos_worker.lease_loop import Announced, FreeCallback, Leasing
+from cosmos_worker.report_items import MetricItem, RolloutItem
+from cosmos_worker.rollout_reports import Versions
 from cosmos_worker.settings import REPLICA, ClientConfig, Endpoint, WorkerPlace, count_from
-from cosmos_worker.speaking import Versions
 from cosmos_worker.window import WindowStatistics
 
 if TYPE_CHECKING:
@@ -154,16 +154,16 @@ class RolloutBase:
         versions: Versions,
         codec: str | None,
     ) -> RolloutItem | None:
-        span = speaking.span_of(versions, announced=self._connection.weights_announced)
-        item = speaking.completed(group, mask, payloads, rewards, span, codec)
+        span = rollout_reports.span_of(versions, announced=self._connection.weights_announced)
+        item = rollout_reports.completed(group, mask, payloads, rewards, span, codec)
         return item if self._take(group, mask) else None
 
     def _given_up(
         self, group: LeasedGroup, index: int | None, outcome: reports_pb2.Outcome.ValueType, reason: str
     ) -> RolloutItem | None:
-        speaking.require_reason(outcome, reason)
+        rollout_reports.require_reason(outcome, reason)
         mask = self._take(group, None if index is None else 1 << index)
-        return speaking.given_up(group, mask, outcome, reason) if mask else None
+        return rollout_reports.given_up(group, mask, outcome, reason) if mask else None
 
     def _take(self, group: LeasedGroup, mask: int | None) -> int:
         self._connection.check()

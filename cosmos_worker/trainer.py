@@ -21,14 +21,14 @@ from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_ctrl.v1 import reports_pb2
 from cosmos_worker.agreement import Agreement
 from cosmos_worker.artifacts import Artifacts
-from cosmos_worker.batches import CompletionItem, MetricItem, WeightsItem
 from cosmos_worker.client import Connection
 from cosmos_worker.commands import EndReason, Named, SaveWork, TrainGroup, TrainWork, Work, dispositions, work_of
 from cosmos_worker.errors import DeadlineError, UsageError
+from cosmos_worker.report_items import CompletionItem, MetricItem, WeightsItem
 from cosmos_worker.resuming import Resume
 from cosmos_worker.saves import Save, SavePlace
 from cosmos_worker.settings import RUN_DIRECTORY, ClientConfig, Endpoint, WorkerPlace, count_from
-from cosmos_worker.sharing import Ask, shared
+from cosmos_worker.shared_commands import Ask, shared
 from cosmos_worker.training_calls import TrainingCalls
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import grpc
 
 from cosmos_ctrl.core.errors import RetryLaterError
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
-from cosmos_worker.batches import EndItem, Item
 from cosmos_worker.client import Connection
 from cosmos_worker.commands import TrainGroup, TrainWork, groups_of
 from cosmos_worker.errors import DeadlineError
 from cosmos_worker.faults import fault_of
+from cosmos_worker.report_items import EndItem, Item
 from cosmos_worker.transport import duration_of
 
 

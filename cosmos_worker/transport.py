@@ -68,3 +68,19 @@ def on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
     # grpc.aio wakes every loop of the process through one socket; a loop that finds it drained reports this.
     if not isinstance(context.get("exception"), BlockingIOError):
         loop.default_exception_handler(context)
+
+
+async def set_within(event: asyncio.Event, deadline_s: float) -> bool:
+    """Wait for `event`; False: it was not set in time.
+
+    Without `asyncio.wait_for`: before Python 3.12 that one loses a cancellation which comes when the wait is over, and the cancelled
+    task goes on.
+    """
+    if event.is_set():
+        return True
+    waiter = asyncio.ensure_future(event.wait())
+    try:
+        done, _ = await asyncio.wait({waiter}, timeout=max(0.0, deadline_s))
+        return bool(done)
+    finally:
+        waiter.cancel()

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from cosmos_ctrl.core.errors import MessageTooLargeError, SequenceGapError, WindowFullError
 from cosmos_ctrl.v1 import reports_pb2 as pb
-from cosmos_worker.batches import Item, form_batch, kind_order
 from cosmos_worker.errors import ProtocolError
+from cosmos_worker.report_items import Item, form_batch, kind_order
 
 #: Room in a message for everything that is not items: identity, numbers, framing.
 _OVERHEAD_BYTES = 4096

@@ -12,7 +12,7 @@ from cosmos_worker.grpo.config import GrpoSettings
 from cosmos_worker.grpo.engine import Engine
 from cosmos_worker.grpo.payload import CODEC, encode_completion
 from cosmos_worker.grpo.tasks import Task, reward
-from cosmos_worker.leases import LeasedGroup
+from cosmos_worker.lease_book import LeasedGroup
 from cosmos_worker.rollout import Rollout
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from cosmos_ctrl.core.errors import MessageTooLargeError, SequenceGapError, WindowFullError
 from cosmos_ctrl.v1 import reports_pb2 as pb
-from cosmos_worker.batches import CompletionItem, EndItem, MetricItem, RolloutItem, WeightsItem, form_batch
 from cosmos_worker.errors import ProtocolError
+from cosmos_worker.report_items import CompletionItem, EndItem, MetricItem, RolloutItem, WeightsItem, form_batch
 from cosmos_worker.window import ReportWindow, WindowLimits
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
-from cosmos_worker.batches import bits_of, mask_of_words
 from cosmos_worker.errors import UsageError
 from cosmos_worker.payloads import decode_payload
+from cosmos_worker.report_items import bits_of, mask_of_words
 
 
 class _LeaseState:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from cosmos_ctrl.v1 import reports_pb2
-from cosmos_worker.batches import RolloutItem
 from cosmos_worker.errors import UsageError
-from cosmos_worker.leases import LeasedGroup
+from cosmos_worker.lease_book import LeasedGroup
 from cosmos_worker.payloads import Encoded, encode_payload
+from cosmos_worker.report_items import RolloutItem
 
 Versions: TypeAlias = int | Sequence[int] | None
 """One weight version, or all that were used, or None where the run announces no weights."""

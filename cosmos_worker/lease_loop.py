@@ -17,12 +17,11 @@ from typing import Any
 
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_ctrl.v1 import reports_pb2
-from cosmos_worker.batches import WORD_BITS, EndItem, RolloutItem, bits_of
 from cosmos_worker.client import Connection
 from cosmos_worker.errors import DeadlineError
-from cosmos_worker.leases import LeaseBook
-from cosmos_worker.transport import duration_of
-from cosmos_worker.waiting import set_within
+from cosmos_worker.lease_book import LeaseBook
+from cosmos_worker.report_items import WORD_BITS, EndItem, RolloutItem, bits_of
+from cosmos_worker.transport import duration_of, set_within
 from cosmos_worker.window import Heard
 
 _log = logging.getLogger(__name__)
