@@ -2,7 +2,7 @@
 
 * `check` raises before anything is changed; `apply` cannot fail.
 * A group or completion that was never given refuses the batch; a row whose lease is lost, whose group is retired, or whose
-  worker has ended is refused by itself, and its payloads stay the producer's.
+  replica has ended is refused by itself, and its payloads stay the producer's.
 """
 
 from __future__ import annotations

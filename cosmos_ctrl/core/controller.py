@@ -452,7 +452,7 @@ class Controller:
         return weights.version if weights is not None else self.commands.steps
 
     def _end_worker(self, worker: Incarnation, reason: str) -> None:
-        worker.ended = True
+        self.workers.end(worker)
         self.rollouts.expire(worker)
         self.lifecycle.record("worker_end", worker=str(worker.place), reason=reason)
         if worker.place.role == "trainer" and not self.lifecycle.over:

@@ -167,6 +167,8 @@ class Incarnation:
     last_heard: float = 0.0
     ended: bool = False
     """It reported its end."""
+    replica_ended: bool = False
+    """Every reporting rank of its replica did."""
     told: bool = False
     """It was answered with what ended the execution."""
     leases: set[int] = field(default_factory=set)
@@ -261,6 +263,16 @@ class Workers:
     def hear(self, session: str) -> None:
         """Something came from the session's worker just now: it lives on."""
         self.of(session).last_heard = self._clock()
+
+    def end(self, worker: Incarnation) -> None:
+        """`worker` has reported its end; with the last rank of its replica the replica has ended."""
+        worker.ended = True
+        place = worker.place
+        mine = (place.role, place.group, place.replica)
+        ranks = [w for w in self if w.ended and (w.place.role, w.place.group, w.place.replica) == mine]
+        if len(ranks) == worker.info.world_size:
+            for rank in ranks:
+                rank.replica_ended = True
 
     def lapse(self, worker: Incarnation) -> None:
         """Close the worker's session."""

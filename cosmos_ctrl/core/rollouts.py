@@ -151,7 +151,7 @@ class Rollouts:
         group = self._groups.get(token)
         if group is None:
             return "RETIRED"
-        if worker.ended:
+        if worker.replica_ended:
             return "ENDED"
         if group.lease != lease or group.holder is not worker or not group.leased:
             self.lease_lost += 1

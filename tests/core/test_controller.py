@@ -773,3 +773,20 @@ def test_g10_a_prompt_that_fits_no_message_ends_the_execution() -> None:
     with pytest.raises(ValueError, match="big"):
         worker.lease(1)
     assert house.controller.lifecycle.phase == "FAILED"
+
+
+def test_a_replica_has_ended_when_all_its_reporting_ranks_have() -> None:
+    house = House()
+    house.open_gate()
+    first, second = (house.worker(Place("rollout", "pool", 3, rank), world_size=2) for rank in (0, 1))
+    leases = [first.lease()[0], second.lease()[0]]
+    first.submit(end="done")
+    first.complete(leases[0])
+    assert first.notices[-1].reason == "LEASE_LOST"  # its own leases are over, its replica is not
+    second.complete(leases[1])
+    assert not second.notices
+    second.submit(end="done")
+    for worker, lease in zip((first, second), leases, strict=True):
+        worker.complete(lease)
+        assert worker.notices[-1].reason in ("ENDED", "RETIRED")
+    assert first.notices[-1].reason == "ENDED"

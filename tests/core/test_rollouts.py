@@ -374,7 +374,7 @@ def test_a_settled_group_is_retired_and_an_ended_worker_is_ended() -> None:
     lease, other = table.lease(first, 2)
     table.rollouts.discard(lease.group, lease.mask, "no good")
     assert table.rollouts.refuses(lease.group, lease.number, first) == "RETIRED"
-    first.ended = True
+    first.replica_ended = True
     assert table.rollouts.refuses(other.group, other.number, first) == "ENDED"
 
 
