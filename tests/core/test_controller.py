@@ -16,6 +16,7 @@ from cosmos_ctrl.core.errors import (
     ControlError,
     ExecutionEndedError,
     MalformedError,
+    MessageTooLargeError,
     NotAllowedError,
     NotRegisteredError,
     SequenceGapError,
@@ -790,3 +791,52 @@ def test_a_replica_has_ended_when_all_its_reporting_ranks_have() -> None:
         worker.complete(lease)
         assert worker.notices[-1].reason in ("ENDED", "RETIRED")
     assert first.notices[-1].reason == "ENDED"
+
+
+# -- late limits
+
+
+def test_time_in_which_nobody_could_be_heard_is_not_held_against_the_workers() -> None:
+    house = House(session_ttl_s=10.0)
+    house.open_gate()
+    house.clock.advance(30.0)
+    house.controller.workers.excuse(30.0)
+    house.controller.tick()
+    assert house.controller.lifecycle.phase == "RUNNING"
+    house.clock.advance(10.5)
+    house.controller.tick()
+    assert house.controller.lifecycle.phase == "FAILED"
+
+
+def test_g10_a_payload_that_could_not_go_out_again_with_its_prompt_is_refused_whole() -> None:
+    house = House(max_message_bytes=1 << 16)
+    house.open_gate()
+    worker = house.rollout()
+    (lease,) = worker.lease()
+    before = fingerprint(house.controller)
+    with pytest.raises(MessageTooLargeError):
+        worker.complete(lease, payloads=[b"x" * (1 << 15), b"x" * ((1 << 15) + 1)])
+    assert fingerprint(house.controller) == before
+    worker.complete(lease, payloads=[b"x" * (1 << 15)] * 2)
+
+
+def test_a_digest_that_could_not_be_published_is_refused_at_its_rank() -> None:
+    house = House(groups_per_step=1, save_every_steps=1)
+    trainer, worker = house.open_gate()[0], house.rollout()
+    worker.complete(*worker.lease())
+    command = trainer.command(1)
+    assert isinstance(command, Train)
+    trainer.trained(command)
+    save = trainer.command(2)
+    assert isinstance(save, Save)
+
+    def known(digest: str) -> None:
+        if not digest.startswith("sha256:"):
+            raise ValueError(f"{digest} is of no known algorithm")
+
+    house.controller._check_digest = known
+    with pytest.raises(MalformedError, match="no known algorithm"):
+        trainer.saved(save, digest="md5:00")
+    assert save.state == "PENDING"
+    trainer.saved(save, digest="sha256:00")
+    assert save.state == "PUBLISHING"
