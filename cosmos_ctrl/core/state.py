@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedState:
     """An encoded sampler state: ``data`` in the named ``codec``."""
@@ -34,9 +37,8 @@ class EncodedState:
         if isinstance(value, bytes):
             return cls(value, "bytes")
         _require_json(value, "sampler_state")
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         try:
-            return cls(text.encode(), "json")
+            return cls(_encode(value).encode(), "json")
         except UnicodeEncodeError as error:
             raise TypeError(
                 f"sampler_state holds half of a surrogate pair, which JSON does not carry faithfully. {_ADVICE}"
@@ -80,24 +82,28 @@ def _same_json(a: EncodedState, b: EncodedState) -> bool:
         return False
 
 
+_FAITHFUL = frozenset({type(None), bool, str, int})
+
+
 def _require_json(value: Any, place: str) -> None:
-    if value is None or type(value) in (bool, str, int):
+    kind = type(value)
+    if kind in _FAITHFUL or (kind is float and math.isfinite(value)):
         return
-    if type(value) is float and math.isfinite(value):
-        return
-    if type(value) is list:
+    if kind is list:
         for index, item in enumerate(value):
-            _require_json(item, f"{place}[{index}]")
+            if type(item) not in _FAITHFUL:  # else a place would be written out for each
+                _require_json(item, f"{place}[{index}]")
         return
-    if type(value) is dict:
+    if kind is dict:
         for key, item in value.items():
             if type(key) is not str:
                 raise TypeError(
                     f"{place} has the key {key!r} of type {type(key).__name__}; JSON has only strings. {_ADVICE}"
                 )
-            _require_json(item, f"{place}[{key!r}]")
+            if type(item) not in _FAITHFUL:
+                _require_json(item, f"{place}[{key!r}]")
         return
-    what = "a number that is not finite" if isinstance(value, float) else f"a {type(value).__name__}"
+    what = "a number that is not finite" if isinstance(value, float) else f"a {kind.__name__}"
     raise TypeError(f"{place} is {what}, which JSON does not carry faithfully. {_ADVICE}")
 
 

@@ -116,6 +116,24 @@ class LedgerMachine(RuleBasedStateMachine):
             self.settled += not flags[i]
             flags[i] = True
 
+    @rule(rows=st.lists(st.tuples(tokens, st.integers(0, 1 << 70)), max_size=6), whole=st.booleans())
+    def settle_rows(self, rows: list[tuple[int, int]], whole: bool) -> None:
+        sized = [(token, mask & (1 << len(self.dumb.flags(token) or ())) - 1) for token, mask in rows]
+        before = self.real.statistics()
+        if not whole:
+            with pytest.raises(UnknownWorkError):
+                self.real.settle_rows([*sized, (self.real.next_token, 1)])
+            assert self.real.statistics() == before
+            return
+        new = 0
+        for token, mask in sized:
+            flags = self.dumb.flags(token) or []
+            for i in range(len(flags)):
+                new += mask >> i & 1 and not flags[i]
+                flags[i] |= bool(mask >> i & 1)
+        assert self.real.settle_rows(sized) == new
+        self.settled += new
+
     @rule(token=tokens)
     def settle_outside_the_group(self, token: int) -> None:
         flags = self.dumb.flags(token)
@@ -156,7 +174,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_boundary_stands_after_the_longest_settled_prefix(self) -> None:
-        assert self.real.snapshot() is self.dumb.safe()
+        assert self.real.snapshot() == self.dumb.safe()
+        # No copy is ever made of a state.
+        assert self.real.snapshot().encoded_state.data is self.dumb.safe().encoded_state.data
 
     @invariant()
     def both_budget_equations_hold(self) -> None:
