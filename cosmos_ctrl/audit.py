@@ -7,6 +7,7 @@ Nothing here asks the ledger: it compares what the sampler issued with what was 
 * *Skipped*: issued by any execution of that lineage or beside it, settled in no segment of the lineage, and not beyond the newest checkpoint's boundary
   (from where it would be issued again). Places in the stream are compared by the budget that remained after the draw.
 * *Repeated*: trained in one segment, so that the restored model contains it, and trained again in a later one.
+* *Spared*: settled in an earlier segment, as the checkpoint's record said, and not generated again in a later one.
 * *Redone*: trained only after the cut, so that the work was lost, and trained again in the lineage.
 """
 
@@ -21,6 +22,10 @@ from cosmos_ctrl.journal import read_journal
 
 Completion = tuple[int, str, int]
 
+_TRAINED = ("trained",)
+#: What an execution settled itself. What its checkpoint's record says was settled before counts only where that is found.
+_SETTLED = ("trained", "discarded")
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutionReport:
@@ -34,6 +39,7 @@ class ExecutionReport:
     """Completions beyond the boundary it resumed from: at most so many repeat."""
     repeated: int
     redone: int
+    spared: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class RunReport:
     skipped: int
     repeated: int
     redone: int
+    spared: int
     window_at_checkpoint: int
     """Sum over the resumes of what lay beyond the boundary that was resumed from."""
     live_cursor_would_skip: int
@@ -153,10 +160,10 @@ class _Execution:
                 own.stale += 1
         return own
 
-    def settled(self, outcome: str | None, start: int, end: int) -> Iterator[Completion]:
-        """Completions settled between two positions, trained or discarded or (None) either."""
+    def settled(self, outcomes: tuple[str, ...], start: int, end: int) -> Iterator[Completion]:
+        """Completions settled between two positions with one of `outcomes`."""
         for event in self.events[start:end]:
-            if event["event"] == "settle" and outcome in (None, event["outcome"]):
+            if event["event"] == "settle" and event["outcome"] in outcomes:
                 yield from self.issues[event["group"]].completions(event["mask"])
 
 
@@ -198,7 +205,7 @@ def audit_journals(journals: Sequence[Iterable[dict[str, Any]]]) -> RunReport:
 
     settled: set[Completion] = set()
     for own, end in lineage:
-        settled.update(own.settled(None, 0, end))
+        settled.update(own.settled(_SETTLED, 0, end))
     skipped = {
         completion
         for own in _relatives(executions, lineage)
@@ -217,6 +224,7 @@ def audit_journals(journals: Sequence[Iterable[dict[str, Any]]]) -> RunReport:
         skipped=len(skipped),
         repeated=sum(report.repeated for report, _ in reports),
         redone=sum(report.redone for report, _ in reports),
+        spared=sum(report.spared for report, _ in reports),
         window_at_checkpoint=sum(report.window for report, _ in reports),
         live_cursor_would_skip=sum(lost for _, lost in reports),
         stale_reports_refused=sum(own.stale for own in executions),
@@ -265,18 +273,18 @@ def _report(
 ) -> tuple[ExecutionReport, int]:
     """An execution's report, and the prompts that a live cursor, cut where it resumed, would have lost."""
     before = _segments(own.resumed_from, by_checkpoint)
-    trained = set(own.settled("trained", 0, len(own.events)))
+    trained = set(own.settled(_TRAINED, 0, len(own.events)))
     contained: set[Completion] = set()
     for segment, end in before:
-        contained.update(segment.settled("trained", 0, end))
+        contained.update(segment.settled(_TRAINED, 0, end))
     lost: set[Completion] = set()
     for other in earlier:
-        lost.update(other.settled("trained", 0, len(other.events)))
+        lost.update(other.settled(_TRAINED, 0, len(other.events)))
     live = window = 0
     if before:
         parent, end = before[-1]
         window = parent.events[end]["window"]
-        done = set(parent.settled(None, 0, end))
+        done = set(parent.settled((*_SETTLED, "recorded"), 0, end))
         issued = (parent.issues[event["group"]] for event in parent.events[:end] if event["event"] == "issue")
         live = sum(not done.issuperset(issue.all()) for issue in issued)
     report = ExecutionReport(
@@ -286,6 +294,7 @@ def _report(
         window=window,
         repeated=len(trained & contained),
         redone=len((trained & lost) - contained),
+        spared=sum(1 for _ in own.settled(("recorded",), 0, len(own.events))),
     )
     return report, live
 

@@ -154,6 +154,21 @@ class WindowSection(_Section):
     """Draws beyond the safe boundary before no more are made."""
     max_bytes: _Positive = 1 << 30
     """Sampler-state bytes beyond the safe boundary."""
+    on_full: Literal["wait", "discard"] = "wait"
+    """Whether a full window waits for its oldest group, or discards it when it is out with a worker."""
+
+
+class ReplaySection(_Section):
+    """[replay]"""
+
+    skip_settled: bool | None = None
+    """Whether checkpoints record what of their window is settled, and a resume does not generate that again where the sampler draws
+    what was recorded; unset: if the sampler declares itself deterministic."""
+    reissue_recorded: bool = False
+    """Whether checkpoints also record the window's prompt keys, and a resume issues those instead of drawing anew: for samplers that
+    depend on feedback."""
+    max_record_bytes: _Positive = 16 << 20
+    """Largest record; a window that needs more is repeated whole."""
 
 
 class CheckpointsSection(_Section):
@@ -204,6 +219,7 @@ class Config(_Section):
     rollout: RolloutSection = RolloutSection()
     sampling: SamplingSection = SamplingSection()
     window: WindowSection = WindowSection()
+    replay: ReplaySection = ReplaySection()
     checkpoints: CheckpointsSection = CheckpointsSection()
     workers: WorkersSection = WorkersSection()
     local: LocalSection = LocalSection()
@@ -223,6 +239,11 @@ class Config(_Section):
                 f"workers.max_batch_completions {self.workers.max_batch_completions} is less than rollout.n_generation "
                 f"{self.rollout.n_generation}: no group would fit a batch"
             )
+        if self.checkpoints.owner == "application" and (self.replay.skip_settled or self.replay.reissue_recorded):
+            raise ValueError(
+                "replay.skip_settled and replay.reissue_recorded need checkpoints.owner = 'manifest': their record is an artifact of the "
+                "manifest"
+            )
         return self
 
     @property
@@ -230,8 +251,8 @@ class Config(_Section):
         """The run's directory."""
         return Path(self.run.directory or f"runs/{self.run.name}")
 
-    def policy(self) -> RunPolicy:
-        """What the core is told."""
+    def policy(self, *, deterministic: bool = False) -> RunPolicy:
+        """What the core is told, with a sampler that is deterministic or is not."""
         return RunPolicy(
             trainer_groups=tuple(self.train.trainers.items()),
             groups_per_step=self.train.groups_per_step,
@@ -246,6 +267,8 @@ class Config(_Section):
             max_buffered_bytes=self.rollout.max_buffered_bytes,
             max_window_draws=self.window.max_draws,
             max_window_bytes=self.window.max_bytes,
+            on_full_window=self.window.on_full,
+            records_window=self._records_window(deterministic),
             announces_weights=self.rollout.announces_weights,
             application_owns_checkpoints=self.checkpoints.owner == "application",
             lease_deadline_s=self.rollout.lease_deadline_s,
@@ -259,6 +282,12 @@ class Config(_Section):
             max_unacknowledged_batches=self.workers.max_unacknowledged_batches,
             max_batch_completions=self.workers.max_batch_completions,
         )
+
+    def _records_window(self, deterministic: bool) -> Literal["nothing", "settled", "keys"]:
+        if self.replay.reissue_recorded:
+            return "keys"
+        wanted = deterministic if self.replay.skip_settled is None else self.replay.skip_settled
+        return "settled" if wanted and self.checkpoints.owner == "manifest" else "nothing"
 
 
 def load_config(

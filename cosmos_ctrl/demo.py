@@ -224,6 +224,7 @@ def main() -> int:
     print(
         f"  repeated (the restored model contained them)     {report.repeated:4d} of at most {report.window_at_checkpoint}"
     )
+    print(f"  spared (the checkpoint's record proved them)     {report.spared:4d}")
     print(f"  redone (trained after the checkpoint, so lost)   {report.redone:4d}")
     print(f"  reports of the dead execution refused            {report.stale_reports_refused:4d}")
     print(f"  completions left in the budget                   {report.remaining_completions:4d}")

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,17 @@ from cosmos_ctrl.checkpoints.digests import parse_digest
 from cosmos_ctrl.checkpoints.discovery import list_checkpoints
 from cosmos_ctrl.checkpoints.names import check_artifact_names
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
+from cosmos_ctrl.checkpoints.window import RECORD_NAME, read_record
 from cosmos_ctrl.config import Config
 from cosmos_ctrl.core.agreement import Resumed
 from cosmos_ctrl.core.controller import Controller
 from cosmos_ctrl.core.errors import ResumeMetadataMismatch
 from cosmos_ctrl.core.execution import ExecutionIdentity
 from cosmos_ctrl.core.ledger import SamplingBoundary
+from cosmos_ctrl.core.replay import Doubt, Replay, ReplayRecord, restore
 from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata
 from cosmos_ctrl.core.samplers import SeekableSampler
-from cosmos_ctrl.core.sampling import Prompt, Sampling, load_resume_metadata
+from cosmos_ctrl.core.sampling import Prompt, ResumeRequest, Sampling, TrainRequest, load_resume_metadata
 from cosmos_ctrl.exits import ExitCode
 from cosmos_ctrl.journal import Journal, journal_path
 from cosmos_ctrl.prompts import read_prompts
@@ -72,6 +73,8 @@ class Application:
     """Yields a list of indices per draw, and owns the position if given."""
     prompt_of: Callable[[Any], Prompt]
     """The prompt of an index."""
+    prompt_by_key: Callable[[str], Prompt] | None = None
+    """The prompt of a key, KeyError for one that is unknown; due with ``replay.reissue_recorded``."""
     budget_completions: int
     """Completions that a fresh run issues in all."""
     adapter: ControllerResumeAdapter | None
@@ -125,6 +128,7 @@ def prompts_application(config: Config) -> Application:
     return Application(
         sampler=SeekableSampler(len(prompts), shuffle=section.shuffle, seed=section.seed),
         prompt_of=prompts.__getitem__,
+        prompt_by_key={prompt.key: prompt for prompt in prompts}.__getitem__,
         budget_completions=section.completions or (section.epochs or 0) * len(prompts) * n_generation,
         compatibility=compatibility,
         adapter=ManifestAdapter(
@@ -194,19 +198,6 @@ def write_ready_file(path: Path, ready: Ready) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _TrainRequest:
-    resume: bool | str
-    output_dir: str
-
-
-@dataclass(frozen=True, slots=True)
-class _AdapterRequest:
-    """The shape of configuration that adapters read."""
-
-    train: _TrainRequest
-
-
-@dataclass(frozen=True, slots=True)
 class _Opened:
     """A run that is claimed, and what was discovered in it."""
 
@@ -218,7 +209,15 @@ class _Opened:
 
 
 def _open_run(config: Config, application: Application) -> _Opened:
-    """Claim the next execution number, then discover what to resume from."""
+    """Claim the next execution number, then discover what to resume from.
+
+    Raises:
+        ValueError: the configuration asks for what the application does not have.
+    """
+    if config.replay.reissue_recorded and application.prompt_by_key is None:
+        raise ValueError(
+            "replay.reissue_recorded = true: the application has no prompt_by_key to find the prompts with"
+        )
     sampling = Sampling(
         application.sampler,
         application.batch_sampler,
@@ -231,7 +230,7 @@ def _open_run(config: Config, application: Application) -> _Opened:
     store, execution_id = LocalStore(config.directory), secrets.token_hex(16)
     note = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": round(time.time(), 3)}
     number = claim_execution(store, execution_id=execution_id, note=note)
-    request = _AdapterRequest(_TrainRequest(config.train.resume, str(config.directory)))
+    request = ResumeRequest(TrainRequest(config.train.resume, str(config.directory)))
     metadata = load_resume_metadata(application.adapter, request, owner=sampling.owner_name)
     _say_what_is_resumed(config, store, number, metadata)
     return _Opened(store, ExecutionIdentity(number, execution_id), sampling, metadata)
@@ -239,17 +238,18 @@ def _open_run(config: Config, application: Application) -> _Opened:
 
 async def _restore_run(config: Config, application: Application, opened: _Opened, journal: Journal | None) -> Runtime:
     """Restore the sampler, in a thread since that may take long, and put the core over it."""
-    start = await asyncio.to_thread(_restore, opened.sampling, application, opened.metadata)
+    start, replay = await asyncio.to_thread(_restore, config, application, opened)
     controller = Controller(
-        config.policy(),
+        config.policy(deterministic=opened.sampling.deterministic),
         opened.identity,
         opened.sampling,
         start,
         _resumed(application.adapter, opened.metadata),
+        replay=replay,
         clock=time.monotonic,
         new_id=lambda: secrets.token_hex(16),
         record=journal.record if journal else _keep_no_journal,
-        check_artifact_names=partial(check_artifact_names, path=""),
+        check_artifact_names=_check_declared_names,
         check_digest=parse_digest,
     )
     info = RunInfo(
@@ -258,16 +258,33 @@ async def _restore_run(config: Config, application: Application, opened: _Opened
         sampling_owner=opened.sampling.owner_name,
         compatibility=application.compatibility,
         on_corrupt=config.checkpoints.on_corrupt,
+        max_record_bytes=config.replay.max_record_bytes,
     )
+    if spared := controller.statistics().spared_completions:
+        _log.info("%d completions beyond the boundary are settled already and not generated again", spared)
     return Runtime(controller, info, opened.store)
 
 
-def _restore(
-    sampling: Sampling, application: Application, metadata: ControllerResumeMetadata | None
-) -> SamplingBoundary:
-    if metadata is None or application.adapter is None:
-        return sampling.start(application.budget_completions)
-    return sampling.restore(application.adapter, metadata)
+def _restore(config: Config, application: Application, opened: _Opened) -> tuple[SamplingBoundary, Replay | None]:
+    sampling, adapter, metadata = opened.sampling, application.adapter, opened.metadata
+    if metadata is None or adapter is None:
+        return sampling.start(application.budget_completions), None
+    record: ReplayRecord | Doubt | None = None
+    # Switched off on purpose, a record is no news.
+    wanted = config.replay.reissue_recorded or config.replay.skip_settled is not False
+    if wanted and isinstance(adapter, ManifestAdapter) and adapter.found is not None:
+        record = read_record(adapter.store, adapter.found, most_bytes=config.replay.max_record_bytes)
+        if record is not None and config.policy(deterministic=sampling.deterministic).records_window == "nothing":
+            record = Doubt(f"the {sampling.owner_name} does not declare itself deterministic")
+    prompt_by_key = application.prompt_by_key if config.replay.reissue_recorded else None
+    start, replay = restore(sampling, adapter, metadata, record, prompt_by_key=prompt_by_key)
+    if replay.doubt:
+        _log.warning("more of the window is repeated than would have to be: %s", replay.doubt)
+    return start, replay
+
+
+def _check_declared_names(names: tuple[str, ...]) -> None:
+    check_artifact_names((*names, RECORD_NAME), path="")
 
 
 async def _say_health(servicer: Any, status: Any) -> None:

@@ -24,7 +24,7 @@ from cosmos_ctrl.core.errors import (
 )
 from cosmos_ctrl.core.execution import ExecutionIdentity, Place
 from cosmos_ctrl.core.groups import Disposition
-from cosmos_ctrl.core.ledger import SamplingBoundary
+from cosmos_ctrl.core.ledger import LedgerWindow, SamplingBoundary
 from cosmos_ctrl.core.lifecycle import EndReason
 
 #: Commands kept for ranks that ask again. A rank is never more than one TRAIN behind, with a SAVE between.
@@ -97,6 +97,8 @@ class Save:
     state: SaveState = "PENDING"
     receipts: dict[Place, tuple[ShardReceipt, ...]] = field(default_factory=dict)
     application_note: str = ""
+    window: LedgerWindow | None = None
+    """What lay beyond the boundary at the cut, for the record of it; None: nothing is recorded, or the save is over."""
     parent: Save | None = None
     """The newest save of this execution that was committed at the cut; None: what the execution resumed from."""
     manifest_digest: str = ""

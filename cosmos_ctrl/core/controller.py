@@ -30,6 +30,7 @@ from cosmos_ctrl.core.leasing import LeaseReply, Leasing
 from cosmos_ctrl.core.ledger import SamplingBoundary, SamplingReplayLedger
 from cosmos_ctrl.core.lifecycle import Lifecycle, Record
 from cosmos_ctrl.core.policy import RunPolicy
+from cosmos_ctrl.core.replay import Replay
 from cosmos_ctrl.core.rollouts import Rollouts
 from cosmos_ctrl.core.sampling import Prompt, Sampling
 from cosmos_ctrl.core.statistics import RunStatistics
@@ -86,19 +87,28 @@ class Controller:
         start: SamplingBoundary,
         resumed: Resumed | None,
         *,
+        replay: Replay | None = None,
         clock: Callable[[], float],
         new_id: Callable[[], str],
         record: Record = lambda _event, **_values: None,
         check_artifact_names: CheckNames = lambda _names: None,
         check_digest: Callable[[str], object] = lambda _digest: None,
     ) -> None:
-        """`start` is the boundary that `sampling` stands at; `resumed` is None for a fresh run. The two checks are those of whoever
-        publishes: the first raises a domain error, the second ValueError."""
+        """Begin an execution, with the sampler where it starts.
+
+        Args:
+            start: where the budget stands: the boundary of the checkpoint, or a fresh one.
+            resumed: None for a fresh run.
+            replay: what is issued before `sampling` is drawn from, as `cosmos_ctrl.core.replay.restore` gave it.
+            check_artifact_names: raises a domain error for names that could not be published.
+            check_digest: raises ValueError for a digest that could not be.
+        """
         self._check_digest = check_digest
         self.policy, self.identity, self.resumed = policy, identity, resumed
         self._clock = clock
         self._effects: list[Effect] = []
-        self._settled_counts = {"trained": 0, "discarded": 0}
+        self._settled_counts = {"trained": 0, "discarded": 0, "recorded": 0}
+        self.replay_doubts = 0
         self._stop_deadline: float | None = None
         self._gate_deadline = clock() + policy.gate_timeout_s
         self._first_group = identity.number * _GROUPS_PER_EXECUTION + 1
@@ -150,7 +160,13 @@ class Controller:
             check_artifact_names=check_artifact_names,
         )
         self.leasing = Leasing(
-            policy, sampling, self.ledger, self.rollouts, self.lifecycle, oldest_version=restored_steps
+            policy,
+            sampling,
+            self.ledger,
+            self.rollouts,
+            self.lifecycle,
+            oldest_version=restored_steps,
+            on_recorded=lambda group, mask: self._settled(group, mask, "recorded", ""),
         )
         self.training = Training(
             policy,
@@ -165,6 +181,7 @@ class Controller:
             clock=clock,
             new_id=new_id,
             publish=lambda save: self._effects.append(Publish(save)),
+            on_feedback=sampling.feedback if sampling.wants_feedback else None,
         )
         self._admission = Admission(
             policy,
@@ -177,6 +194,8 @@ class Controller:
             on_end=self._end_worker,
         )
         self.training.finish_if_nothing_is_left()
+        if replay is not None and self.lifecycle.ending is None:
+            self._replay(replay)
 
     # -- state
 
@@ -206,12 +225,15 @@ class Controller:
             window_completions=ledger.window_completions,
             gap_age_s=ledger.gap_age_s if ledger.blocking_token is not None else None,
             blocking_group=ledger.blocking_token or 0,
+            blocking_worker=self.rollouts.holder_of(ledger.blocking_token),
             groups_pending=self.rollouts.pending_groups,
             groups_leased=self.rollouts.leased_groups,
             groups_ready=self.rollouts.ready_groups,
             groups_training=len(train.rows) if isinstance(train, Train) and not train.committed else 0,
             trained_completions=self._settled_counts["trained"],
             discarded_completions=self._settled_counts["discarded"],
+            spared_completions=self._settled_counts["recorded"],
+            replay_doubts=self.replay_doubts,
             stale_refused=self.fence.refused,
             lease_lost=self.rollouts.lease_lost,
             weights_version=weights.version if weights is not None else None,
@@ -434,7 +456,18 @@ class Controller:
         if phase == "DRAINING" and self._stop_deadline is not None and now > self._stop_deadline:
             self.lifecycle.fail("the stop was not finished within its grace; unfinished saves are abandoned")
 
+    def doubt_record(self, why: str) -> None:
+        """A record of the window was not made, or is not believed: a resume repeats more than it would have to."""
+        self.replay_doubts += 1
+        self.lifecycle.record("replay_doubt", why=why)
+        self.lifecycle.touch()
+
     # -- callbacks of the parts
+
+    def _replay(self, replay: Replay) -> None:
+        if replay.doubt:
+            self.doubt_record(replay.doubt)
+        self.leasing.replay(replay.draws)
 
     def _settled(self, group: int, mask: int, outcome: str, reason: str) -> None:
         newly = self.ledger.settle_mask(group, mask)

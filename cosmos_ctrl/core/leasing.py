@@ -3,13 +3,15 @@
 * Requests are numbered: the same number gets the same answer, so a lost reply draws nothing anew.
 * A draw happens only where it has room: budget, window, outstanding groups and buffered payloads all have limits. What was
   drawn is issued, now or when there is room: the sampler has moved past it, so dropping it would skip its prompts.
-* A limit never stops everything: buffered payloads hold leasing up only while something that may free them moves.
+* A limit never stops everything: buffered payloads hold leasing up only while something that may free them moves. A full
+  window waits for its oldest group, or gives it up where the policy says so.
 * Where the run announces weights, nothing is leased before the restored version is announced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from cosmos_ctrl.core.admission import WeightAnnouncement
@@ -19,6 +21,7 @@ from cosmos_ctrl.core.groups import Lease
 from cosmos_ctrl.core.ledger import SamplingReplayLedger
 from cosmos_ctrl.core.lifecycle import Lifecycle
 from cosmos_ctrl.core.policy import RunPolicy
+from cosmos_ctrl.core.replay import DrawLabel, ReplayedDraw, draw_identity
 from cosmos_ctrl.core.rollouts import Rollouts
 from cosmos_ctrl.core.sampling import Draw, Sampling
 
@@ -48,14 +51,27 @@ class Leasing:
         lifecycle: Lifecycle,
         *,
         oldest_version: int,
+        on_recorded: Callable[[int, int], None],
     ) -> None:
+        """
+        Args:
+            oldest_version: no group is leased before these weights are announced.
+            on_recorded: told of completions of a new group (group, mask) that were settled before this execution.
+        """
         self._policy, self._sampling, self._ledger = policy, sampling, ledger
         self._rollouts, self._lifecycle = rollouts, lifecycle
         self._oldest_version = oldest_version
-        self._drawn: Draw | None = None
+        self._on_recorded = on_recorded
+        self._drawn: deque[ReplayedDraw] = deque()
         """Drawn, and waiting for room in the window: its state is larger than the one before."""
         self.weights: WeightAnnouncement | None = None
         """Newest announced weights."""
+
+    def replay(self, draws: Iterable[ReplayedDraw]) -> None:
+        """Issue what an earlier execution had drawn, before anything is drawn anew."""
+        self._drawn.extend(draws)
+        while self._drawn and self._issue():
+            pass
 
     def announce(self, announcement: WeightAnnouncement) -> None:
         """New weights exist; an older version than the newest changes nothing."""
@@ -127,22 +143,49 @@ class Leasing:
         full = self._rollouts.outstanding_groups >= self._policy.max_outstanding_groups
         if self._ledger.cursor.remaining_completions == 0 or full:
             return False
-        return self._ledger.has_room(len(self._drawn.after.encoded_state.data) if self._drawn else None)
+        return self._has_room() or self._to_give_up() is not None
 
     def _draw(self) -> bool:
         if not self._may_draw():
             return False
-        draw = self._drawn or self._sample()
+        if not self._drawn:
+            self._make_room()
+            self._drawn.append(ReplayedDraw(self._sample()))
+        self._make_room()  # this draw's state may be larger than the newest was
+        return self._issue()
+
+    def _has_room(self) -> bool:
+        return self._ledger.has_room(len(self._drawn[0].draw.after.encoded_state.data) if self._drawn else None)
+
+    def _to_give_up(self) -> int | None:
+        oldest = self._ledger.statistics().blocking_token if self._policy.on_full_window == "discard" else None
+        return oldest if oldest is not None and self._rollouts.can_give_up(oldest) else None
+
+    def _make_room(self) -> None:
+        while not self._has_room() and (oldest := self._to_give_up()) is not None:
+            self._rollouts.give_up(oldest, "window_full")
+
+    def _issue(self) -> bool:
+        """Issue the draw that waits first; whether there was room for it."""
+        draw, recorded = self._drawn[0].draw, self._drawn[0].settled
         try:
-            tokens = self._ledger.issue_draw(draw.after, draw.sizes)
+            tokens = self._ledger.issue_draw(draw.after, draw.sizes, self._label(draw))
         except WindowFullError:
-            self._drawn = draw
             return False
-        self._drawn = None
-        self._rollouts.add(tokens, draw)
+        self._drawn.popleft()
+        self._rollouts.add(tokens, draw, recorded)
         for token, prompt, size in zip(tokens, draw.prompts, draw.sizes, strict=True):
             self._lifecycle.record("issue", group=token, key=prompt.key, size=size, epoch=draw.after.epoch)
+        for token, mask in zip(tokens, recorded, strict=False):  # nothing is recorded of a new draw
+            if mask:
+                self._on_recorded(token, mask)
         return True
+
+    def _label(self, draw: Draw) -> DrawLabel | None:
+        if self._policy.records_window == "nothing":
+            return None
+        keys = self._policy.records_window == "keys"
+        return DrawLabel(draw_identity(draw), tuple(prompt.key for prompt in draw.prompts) if keys else ())
 
     @property
     def _prompt_room(self) -> int:

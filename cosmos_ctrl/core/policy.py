@@ -36,6 +36,10 @@ class RunPolicy:
     """Draws beyond the safe boundary before no more are made."""
     max_window_bytes: int = 1 << 30
     """Sampler-state bytes beyond the safe boundary before no more draws are made."""
+    on_full_window: Literal["wait", "discard"] = "wait"
+    """Whether a full window waits for its oldest group, or discards it when it is out with a worker."""
+    records_window: Literal["nothing", "settled", "keys"] = "nothing"
+    """What a checkpoint records of its window: what of it is settled; or that, with the prompt keys."""
     announces_weights: bool = True
     """Whether no group is leased before the restored weights are announced."""
     application_owns_checkpoints: bool = False

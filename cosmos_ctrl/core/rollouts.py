@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from cosmos_ctrl.core.errors import UnknownWorkError
@@ -54,6 +54,11 @@ class Rollouts:
         """An unsettled group."""
         return self._groups.get(group)
 
+    def holder_of(self, group: int | None) -> str:
+        """The worker that a group is out with; empty when there is none."""
+        found = self._groups.get(group) if group is not None else None
+        return str(found.holder.place) if found is not None and found.holder is not None else ""
+
     @property
     def pending_groups(self) -> int:
         """Groups that wait for a worker."""
@@ -86,11 +91,15 @@ class Rollouts:
 
     # -- drawing and leasing
 
-    def add(self, tokens: Iterable[int], draw: Draw) -> None:
-        """The groups of a new draw wait for a worker."""
-        for token, prompt, size in zip(tokens, draw.prompts, draw.sizes, strict=True):
-            self._groups[token] = Group(token, prompt, size, pending=(1 << size) - 1)
-            heapq.heappush(self._pending, token)
+    def add(self, tokens: Iterable[int], draw: Draw, settled: Sequence[int] = ()) -> None:
+        """The groups of a new draw wait for a worker, without what was settled of them before this execution."""
+        before = settled or (0,) * len(draw.sizes)
+        for token, prompt, size, done in zip(tokens, draw.prompts, draw.sizes, before, strict=True):
+            pending = (1 << size) - 1 & ~done
+            if pending:
+                # What was settled before counts as trained, so that its rest is not dropped for being too little.
+                self._groups[token] = Group(token, prompt, size, pending, trained=done.bit_count())
+                heapq.heappush(self._pending, token)
 
     def lease(self, worker: Incarnation, most: int, most_bytes: int) -> list[Lease]:
         """Hand up to `most` waiting groups, oldest first, to `worker`; the last of them passes `most_bytes` of prompts at most."""
@@ -131,6 +140,20 @@ class Rollouts:
                 self._end_lease(group)
                 found = True
         return found
+
+    def can_give_up(self, token: int) -> bool:
+        """Whether a group may be discarded to make room: what is with a worker, unfinished. What is ready, or in a command,
+        soon makes room by itself; what waits is the next thing leased."""
+        return token in self._leased and not self._groups[token].training
+
+    def give_up(self, token: int, reason: str) -> None:
+        """Discard all that is left of a group that is out with a worker, who is told."""
+        group = self._groups[token]
+        if group.holder is not None:
+            group.holder.log.notify(LeasesCancelled((group.lease,)))
+        self._take_back(group)
+        left, group.pending, group.leased = group.unsettled, 0, 0
+        self._drop(group, left, reason)
 
     # -- reports
 
@@ -305,9 +328,7 @@ class Rollouts:
         """After any change of `leased`: when nothing is out any more, the lease ends and the group moves on."""
         if group.leased or group.holder is None:
             return
-        group.holder.leases.discard(group.id)
-        group.holder, group.deadline = None, None
-        self._leased.pop(group.id, None)
+        self._take_back(group)
         if group.pending:
             heapq.heappush(self._pending, group.id)
         elif group.ready:
@@ -315,6 +336,12 @@ class Rollouts:
                 self._drop(group, group.ready, "below_minimum")
             else:
                 self._ready[group.id] = None
+
+    def _take_back(self, group: Group) -> None:
+        if group.holder is not None:
+            group.holder.leases.discard(group.id)
+        group.holder, group.deadline = None, None
+        self._leased.pop(group.id, None)
 
     def _drop(self, group: Group, mask: int, reason: str) -> None:
         group.ready &= ~mask

@@ -6,11 +6,12 @@
   draw's state, encoded once.
 * The state of an epoch's end rolls to the next epoch exactly once: it yields no empty epoch and does not end the run.
 * A draw never exceeds the budget: its last groups are cut to what remains.
+* Feedback reaches the sampler when a step commits, and at no other time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,33 @@ class Draw:
     """The boundary right after this draw."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptFeedback:
+    """What became of a prompt's completions in a step that is committed."""
+
+    key: str
+    source: str
+    rewards: tuple[float, ...]
+    """Of the completions in the step, by index; also of those that it discarded."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRequest:
+    """The training section that `load_resume_metadata` reads."""
+
+    resume: bool | str = True
+    """True: discover; a string: that checkpoint and no other; False: the adapter is not asked."""
+    output_dir: str = ""
+    """Where the run lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """The least configuration that an adapter can be asked with."""
+
+    train: TrainRequest = TrainRequest()
+
+
 def load_resume_metadata(
     adapter: ControllerResumeAdapter, config: ResumeSettings, *, owner: SamplingOwner
 ) -> ControllerResumeMetadata | None:
@@ -92,7 +120,7 @@ class Sampling:
 
     def __init__(
         self,
-        sampler: Any,
+        sampler: Any = None,
         batch_sampler: Any = None,
         *,
         prompt_of: Callable[[Any], Prompt],
@@ -101,16 +129,30 @@ class Sampling:
         """Take the samplers as they are; nothing is asked of them yet.
 
         Args:
-            sampler: yields an index per draw.
-            batch_sampler: yields a list of indices per draw, and owns the position if given.
-            prompt_of: the prompt of an index.
+            sampler: yields an index, or a sample, per draw. None: the batch sampler needs none.
+            batch_sampler: yields a list of them per draw, and owns the position if given.
+            prompt_of: the prompt of an index or sample.
             completions_per_prompt: size of a group.
+
+        Raises:
+            TypeError: there is no sampler, or the one that owns the position has no ``state_dict``.
         """
+        if not callable(getattr(sampler if batch_sampler is None else batch_sampler, "state_dict", None)):
+            owner = sampler if batch_sampler is None else batch_sampler
+            raise TypeError(
+                f"{type(owner).__name__} has no state_dict, so its position cannot be restored; use a SeekableSampler, or wrap it "
+                "with RestorableSampler or RestorableLoader of cosmos_ctrl.samplers"
+            )
         self._sampler, self._batch_sampler = sampler, batch_sampler
         self._prompt_of = prompt_of
         self._completions = require_count("completions_per_prompt", completions_per_prompt, least=1)
         self._iterator: Iterator[Any] | None = None
-        self._epoch = 1
+        self._epoch = 0
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the owner declares that what it draws depends on nothing but its state."""
+        return getattr(self.owner, "deterministic", False) is True
 
     @property
     def owner_name(self) -> SamplingOwner:
@@ -123,13 +165,21 @@ class Sampling:
         return self._sampler if self._batch_sampler is None else self._batch_sampler
 
     def start(self, budget: int) -> SamplingBoundary:
-        """Begin a fresh run of `budget` completions in epoch 1; returns its first boundary."""
-        self._set_epoch(1)
+        """Begin a fresh run of `budget` completions in epoch 1; returns its first boundary.
+
+        Raises:
+            RuntimeError: it has begun already.
+        """
+        self._begin(1)
         return SamplingBoundary(epoch=1, sampler_state=self._state(), remaining_completions=budget)
 
     def restore(self, adapter: ControllerResumeAdapter, metadata: ControllerResumeMetadata) -> SamplingBoundary:
-        """Continue at `metadata`'s boundary, which is returned. The adapter's exceptions propagate as they are."""
-        self._set_epoch(metadata.epoch)
+        """Continue at `metadata`'s boundary, which is returned. The adapter's exceptions propagate as they are.
+
+        Raises:
+            RuntimeError: it has begun already: a sampler is restored once, before anything is drawn.
+        """
+        self._begin(metadata.epoch)
         adapter.restore_sampler(self.owner, metadata)
         return SamplingBoundary(
             epoch=metadata.epoch,
@@ -141,8 +191,11 @@ class Sampling:
         """Take the next step of the sampler; `remaining_completions`, at least 1, is the budget before it.
 
         Raises:
+            RuntimeError: the sampler was neither started nor restored.
             ValueError: a whole epoch yields nothing.
         """
+        if not self._epoch:
+            raise RuntimeError("start or restore the sampler before drawing from it")
         item = self._next_item()
         indices = [item] if self._batch_sampler is None else list(item)
         if not indices:
@@ -157,6 +210,22 @@ class Sampling:
             left -= size
         after = SamplingBoundary(epoch=self._epoch, sampler_state=self._state(), remaining_completions=left)
         return Draw(tuple(prompts), tuple(sizes), after)
+
+    @property
+    def wants_feedback(self) -> bool:
+        """Whether the owner has a method ``feedback``, as a curriculum has."""
+        return callable(getattr(self.owner, "feedback", None))
+
+    def feedback(self, results: Sequence[PromptFeedback]) -> None:
+        """Tell the owner what became of prompts in a step that is committed."""
+        self.owner.feedback(results)
+
+    def _begin(self, epoch: int) -> None:
+        if self._epoch:
+            raise RuntimeError(
+                f"the {self.owner_name} was started or restored already, and would lose its place; make a new one"
+            )
+        self._set_epoch(epoch)
 
     def _next_item(self) -> Any:
         if self._iterator is None:

@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 

@@ -22,12 +22,19 @@ class RunStatistics:
     window_completions: int
     gap_age_s: float | None
     blocking_group: int
+    """0 when the window is empty."""
+    blocking_worker: str
+    """Who has that group; empty when nobody has."""
     groups_pending: int
     groups_leased: int
     groups_ready: int
     groups_training: int
     trained_completions: int
     discarded_completions: int
+    spared_completions: int
+    """Settled in the restored model, as the checkpoint's record proved, and not generated again."""
+    replay_doubts: int
+    """Records of a window that were not made, or not believed."""
     stale_refused: int
     lease_lost: int
     weights_version: int | None

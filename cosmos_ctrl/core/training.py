@@ -10,14 +10,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
-from cosmos_ctrl.core.commands import Command, CommandLog, End, Save, ShardReceipt, Train
+from cosmos_ctrl.core.commands import Command, CommandLog, DisposedRow, End, Save, ShardReceipt, Train
 from cosmos_ctrl.core.execution import ExecutionIdentity, Place
 from cosmos_ctrl.core.ledger import SamplingReplayLedger
 from cosmos_ctrl.core.lifecycle import EndReason, Lifecycle
 from cosmos_ctrl.core.policy import RunPolicy
 from cosmos_ctrl.core.rollouts import Rollouts
+from cosmos_ctrl.core.sampling import PromptFeedback
 
 
 class Training:
@@ -38,6 +39,7 @@ class Training:
         clock: Callable[[], float],
         new_id: Callable[[], str],
         publish: Callable[[Save], None],
+        on_feedback: Callable[[Sequence[PromptFeedback]], None] | None = None,
     ) -> None:
         """
         Args:
@@ -45,6 +47,7 @@ class Training:
             lineage_remaining: what the budget holds beyond everything that the lineage had issued before this execution.
             can_give: whether a worker that asks now could be given something.
             publish: starts the commit of a complete save.
+            on_feedback: told what a committed step did with its prompts; None: nobody asks.
         """
         self._policy, self._identity, self._log = policy, identity, log
         self._ledger, self._rollouts, self._lifecycle = ledger, rollouts, lifecycle
@@ -54,6 +57,7 @@ class Training:
         self._lineage_remaining, self._can_give = lineage_remaining, can_give
         # A legacy controller publishes nothing, so it asks for no save.
         self._saves = bool(identity.id)
+        self._on_feedback = on_feedback
         self.last_save: Save | None = None
         """Newest committed save of this execution."""
         self.mean_reward: float | None = None
@@ -152,6 +156,7 @@ class Training:
             updates=self._log.updates,
             boundary=boundary,
             window_completions=boundary.remaining_completions - issued_to,
+            window=self._ledger.window() if self._policy.records_window != "nothing" else None,
             parent=self.last_save,
             final=final,
             deadline=self._clock() + self._policy.save_timeout_s,
@@ -177,8 +182,11 @@ class Training:
         count = sum(row.mask.bit_count() for row in trained)
         if count:
             self.mean_reward = sum(self._rollouts.reward_sum(row.group, row.mask) for row in trained) / count
+        results = self._results(rows) if self._on_feedback else []
         for row in rows:
             self._rollouts.dispose(row.group, row.mask, row.disposition, row.reason)
+        if self._on_feedback:
+            self._on_feedback(results)
         self._lifecycle.record(
             "commit",
             step=self._log.steps,
@@ -198,6 +206,15 @@ class Training:
         elif self._saves and every and self._log.steps % every == 0 and not self._log.saves:
             self._form_save(final=False)
 
+    def _results(self, rows: Iterable[DisposedRow]) -> list[PromptFeedback]:
+        results = []
+        for row in rows:
+            group = self._rollouts.group(row.group)
+            if group is not None and row.disposition in ("trained", "discarded"):
+                rewards = tuple(payload.reward for payload in self._rollouts.payloads(row.group, row.mask))
+                results.append(PromptFeedback(group.prompt.key, group.prompt.source, rewards))
+        return results
+
     def stop_giving_work(self, reason: EndReason, message: str) -> None:
         """Begin to end; what is leased is not wanted any more and stays unsettled."""
         if self._lifecycle.ending is None:
@@ -215,7 +232,7 @@ class Training:
 
     def committed(self, save: Save, manifest_digest: str) -> None:
         """The save is visible and durable."""
-        save.state, save.manifest_digest = "COMMITTED", manifest_digest
+        save.state, save.manifest_digest, save.window = "COMMITTED", manifest_digest, None
         # An asynchronous save may finish after a later one.
         if self.last_save is None or self.last_save.steps <= save.steps:
             self.last_save = save
@@ -226,7 +243,7 @@ class Training:
 
     def abandon(self, save: Save, why: str) -> None:
         """Nothing of the save is published, now or later."""
-        save.state, save.why_abandoned = "ABANDONED", why
+        save.state, save.why_abandoned, save.window = "ABANDONED", why, None
         if self._saved == (save.steps, save.boundary.remaining_completions):
             self._saved = None
         self._lifecycle.record("abandoned", checkpoint=save.checkpoint_id, step=save.steps, why=why)

@@ -20,9 +20,11 @@ from cosmos_ctrl.checkpoints.damage import record_damage
 from cosmos_ctrl.checkpoints.document import Parent
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, publish_from_receipts
 from cosmos_ctrl.checkpoints.stores.local import VISIBLE_NOT_DURABLE, LocalStore
+from cosmos_ctrl.checkpoints.window import write_record
 from cosmos_ctrl.core.commands import Save
 from cosmos_ctrl.core.controller import Controller, Effect, Publish, RecordDamage
 from cosmos_ctrl.core.errors import ControlError, StorageUnavailableError
+from cosmos_ctrl.core.replay import Doubt
 from cosmos_ctrl.core.resume import SamplingOwner
 from cosmos_ctrl.service.messages import save_metadata
 from cosmos_ctrl.service.watch import Revisions
@@ -43,6 +45,8 @@ class RunInfo:
     sampling_owner: SamplingOwner
     compatibility: Mapping[str, Any]
     on_corrupt: Any
+    max_record_bytes: int
+    """Largest record of a window."""
 
 
 class Superseded(Exception):
@@ -124,7 +128,7 @@ class Runtime:
             self.controller.publication_failed(save, error)
             return
         try:
-            manifest = self._manifest(save)
+            manifest = self._manifest(save, await self._record_window(self.store, save))
             digest = await asyncio.to_thread(self._publish_blocking, self.store, save.path, manifest)
         except Superseded:
             self.superseded = True
@@ -142,6 +146,17 @@ class Runtime:
         else:
             _log.info("checkpoint of step %d is committed: %s (%s)", save.steps, save.path, digest)
             self.controller.publication_succeeded(save, digest)
+
+    async def _record_window(self, store: LocalStore, save: Save) -> dict[str, Artifact]:
+        if save.window is None:
+            return {}
+        directory, limit = Path(store.path_of(save.path)), self.info.max_record_bytes
+        written = await asyncio.to_thread(write_record, directory, save.window, most_bytes=limit)
+        if isinstance(written, Doubt):
+            _log.warning("a resume from the checkpoint of step %d will repeat more: %s", save.steps, written.why)
+            self.controller.doubt_record(written.why)
+            return {}
+        return written
 
     def _publish_blocking(self, store: LocalStore, path: str, manifest: CheckpointManifest) -> str:
         if is_superseded(store, manifest.execution_number):
@@ -171,7 +186,7 @@ class Runtime:
         else:
             self.damage_recorded = True
 
-    def _manifest(self, save: Save) -> CheckpointManifest:
+    def _manifest(self, save: Save, record: dict[str, Artifact]) -> CheckpointManifest:
         artifacts = {
             receipt.name: Artifact(receipt.size_bytes, receipt.digest, receipt.rank, place.group)
             for place, receipts in save.receipts.items()
@@ -179,7 +194,7 @@ class Runtime:
         }
         return CheckpointManifest(
             metadata=save_metadata(save, self.info.sampling_owner),
-            artifacts=artifacts,
+            artifacts=artifacts | record,
             compatibility=self.info.compatibility,
             execution_number=self.controller.identity.number,
             execution_id=self.controller.identity.id,

@@ -1509,6 +1509,9 @@ class RunState(google.protobuf.message.Message):
     CHECKPOINT_FIELD_NUMBER: builtins.int
     SAVES_PENDING_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
+    BLOCKING_WORKER_FIELD_NUMBER: builtins.int
+    SPARED_COMPLETIONS_FIELD_NUMBER: builtins.int
+    REPLAY_DOUBTS_FIELD_NUMBER: builtins.int
     phase: Global___Phase.ValueType
     """Where it stands."""
     execution_number: builtins.int
@@ -1551,6 +1554,16 @@ class RunState(google.protobuf.message.Message):
     """Mean reward over the last committed step; absent before the first."""
     saves_pending: builtins.int
     """Saves that are not finished."""
+    blocking_worker: builtins.str
+    """Worker that the blocking group is out with; empty when it is with none."""
+    spared_completions: builtins.int
+    """Completions beyond the boundary that were settled in the restored model, as the checkpoint's record of its window proved, and
+    that are not generated again in this execution.
+    """
+    replay_doubts: builtins.int
+    """Records of a window that were not made (too large) or not believed (damaged, or the sampler draws something else): each
+    makes a resume repeat more, never less.
+    """
     @property
     def gap_age(self) -> google.protobuf.duration_pb2.Duration:
         """How long the oldest unsettled draw has been out; absent when the window is empty."""
@@ -1590,9 +1603,12 @@ class RunState(google.protobuf.message.Message):
         checkpoint: cosmos_ctrl.v1.checkpoint_pb2.Checkpoint | None = ...,
         saves_pending: builtins.int = ...,
         end: Global___EndCommand | None = ...,
+        blocking_worker: builtins.str = ...,
+        spared_completions: builtins.int = ...,
+        replay_doubts: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checkpoint", b"_checkpoint", "_end", b"_end", "_gap_age", b"_gap_age", "_mean_reward", b"_mean_reward", "_weights_version", b"_weights_version", "checkpoint", b"checkpoint", "end", b"end", "gap_age", b"gap_age", "mean_reward", b"mean_reward", "weights_version", b"weights_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checkpoint", b"_checkpoint", "_end", b"_end", "_gap_age", b"_gap_age", "_mean_reward", b"_mean_reward", "_weights_version", b"_weights_version", "blocking_group", b"blocking_group", "checkpoint", b"checkpoint", "completed_optimizer_updates", b"completed_optimizer_updates", "completed_training_steps", b"completed_training_steps", "discarded_completions", b"discarded_completions", "end", b"end", "epoch", b"epoch", "execution_number", b"execution_number", "gap_age", b"gap_age", "groups_leased", b"groups_leased", "groups_pending", b"groups_pending", "groups_ready", b"groups_ready", "groups_training", b"groups_training", "lease_lost", b"lease_lost", "mean_reward", b"mean_reward", "phase", b"phase", "remaining_completions", b"remaining_completions", "safe_remaining_completions", b"safe_remaining_completions", "saves_pending", b"saves_pending", "stale_refused", b"stale_refused", "trained_completions", b"trained_completions", "weights_version", b"weights_version", "window_completions", b"window_completions", "window_draws", b"window_draws"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checkpoint", b"_checkpoint", "_end", b"_end", "_gap_age", b"_gap_age", "_mean_reward", b"_mean_reward", "_weights_version", b"_weights_version", "blocking_group", b"blocking_group", "blocking_worker", b"blocking_worker", "checkpoint", b"checkpoint", "completed_optimizer_updates", b"completed_optimizer_updates", "completed_training_steps", b"completed_training_steps", "discarded_completions", b"discarded_completions", "end", b"end", "epoch", b"epoch", "execution_number", b"execution_number", "gap_age", b"gap_age", "groups_leased", b"groups_leased", "groups_pending", b"groups_pending", "groups_ready", b"groups_ready", "groups_training", b"groups_training", "lease_lost", b"lease_lost", "mean_reward", b"mean_reward", "phase", b"phase", "remaining_completions", b"remaining_completions", "replay_doubts", b"replay_doubts", "safe_remaining_completions", b"safe_remaining_completions", "saves_pending", b"saves_pending", "spared_completions", b"spared_completions", "stale_refused", b"stale_refused", "trained_completions", b"trained_completions", "weights_version", b"weights_version", "window_completions", b"window_completions", "window_draws", b"window_draws"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checkpoint", b"_checkpoint"]) -> typing.Literal["checkpoint"] | None: ...
     @typing.overload

@@ -36,6 +36,7 @@ def summary_lines(report: RunReport) -> list[str]:
         f"  a restart from the live cursor would have lost  {report.live_cursor_would_skip:5d} prompts",
         f"  this run skipped                                {report.skipped:5d} completions",
         f"  repeated, the restored model contained them     {report.repeated:5d} of at most {report.window_at_checkpoint}",
+        f"  spared, the checkpoint's record proved them     {report.spared:5d}",
         f"  redone, trained after the checkpoint            {report.redone:5d}",
         f"  reports of dead executions refused              {report.stale_reports_refused:5d}",
         f"  completions left in the budget                  {report.remaining_completions:5d}",

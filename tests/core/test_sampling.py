@@ -327,7 +327,9 @@ def test_g1_a_restore_at_any_draw_continues_as_if_nothing_had_happened(
             found.append((after.epoch, after.sampler_state, draw.sizes, tuple(prompt.key for prompt in draw.prompts)))
         return found, after
 
-    whole, _ = drain(build([], batch=batch, length=length, n=n), budget, 1000)
+    uninterrupted = build([], batch=batch, length=length, n=n)
+    uninterrupted.start(budget)
+    whole, _ = drain(uninterrupted, budget, 1000)
     first = build([], batch=batch, length=length, n=n)
     first.start(budget)
     before, after = drain(first, budget, cut)

@@ -155,6 +155,7 @@ class House:
             sampling_owner="sampler",
             compatibility={},
             on_corrupt="error",
+            max_record_bytes=1 << 20,
         )
         self.runtime = Runtime(self.core, info, self.store)
         self.servicer = ControllerServicer()
