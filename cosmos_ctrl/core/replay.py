@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 from cosmos_ctrl.core.ledger import LedgerWindow, SamplingBoundary
 from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata
-from cosmos_ctrl.core.sampling import Draw, Prompt, Sampling
+from cosmos_ctrl.core.sampling import Draw, Prompt, Sampling, boundary_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,7 @@ def restore(
         record: the checkpoint's; None: it has none.
         prompt_by_key: finds a recorded prompt again, KeyError for one that it does not know; None: the sampler is drawn from again.
     """
-    start = SamplingBoundary(
-        epoch=metadata.epoch,
-        sampler_state=metadata.encoded_state,
-        remaining_completions=metadata.remaining_completions,
-    )
+    start = boundary_of(metadata)
     if isinstance(record, ReplayRecord) and record.base != boundary_digest(start):
         record = Doubt("the record belongs to another boundary")
     if isinstance(record, ReplayRecord) and record.cursor is not None and prompt_by_key is not None:

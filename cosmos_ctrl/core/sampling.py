@@ -115,6 +115,15 @@ def load_resume_metadata(
     return metadata
 
 
+def boundary_of(metadata: ControllerResumeMetadata) -> SamplingBoundary:
+    """The boundary that a checkpoint was saved with."""
+    return SamplingBoundary(
+        epoch=metadata.epoch,
+        sampler_state=metadata.encoded_state,
+        remaining_completions=metadata.remaining_completions,
+    )
+
+
 class Sampling:
     """The effective sampler of a run."""
 
@@ -181,10 +190,27 @@ class Sampling:
         """
         self._begin(metadata.epoch)
         adapter.restore_sampler(self.owner, metadata)
-        return SamplingBoundary(
-            epoch=metadata.epoch,
-            sampler_state=metadata.encoded_state,
-            remaining_completions=metadata.remaining_completions,
+        return boundary_of(metadata)
+
+    def metadata(
+        self,
+        boundary: SamplingBoundary,
+        *,
+        completed_training_steps: int,
+        completed_optimizer_updates: int,
+        checkpoint_path: str,
+        checkpoint_id: str = "",
+    ) -> ControllerResumeMetadata:
+        """What a checkpoint with `boundary` holds, for a driver that publishes it itself."""
+        return ControllerResumeMetadata(
+            completed_training_steps=completed_training_steps,
+            completed_optimizer_updates=completed_optimizer_updates,
+            remaining_completions=boundary.remaining_completions,
+            epoch=boundary.epoch,
+            sampling_owner=self.owner_name,
+            sampler_state=boundary.encoded_state,
+            checkpoint_path=checkpoint_path,
+            checkpoint_id=checkpoint_id,
         )
 
     def draw(self, remaining_completions: int) -> Draw:

@@ -1,0 +1,45 @@
+"""The benchmarks run and print what they promise, on small sizes; their figures are nobody's test."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_ledgers_benchmark_prints_its_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = load("bench_ledger")
+    for name, small in {"ROUNDS": 1, "WINDOW": 64, "CALLS": 20, "LARGE_WINDOW": 1000, "MEASURED_GROUPS": 100}.items():
+        assert hasattr(bench, name)
+        monkeypatch.setattr(bench, name, small)
+    bench.main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {"completions_per_s", "ratio_to_simple", "issue_us", "snapshot_us", "bytes_per_group"} <= figures.keys()
+    for calls in (figures["issue_us"], figures["snapshot_us"]):
+        assert calls.keys() == {"10B", "1MB", "100MB", "w10", "w1M"}
+
+
+def test_both_ledgers_of_the_benchmark_come_to_the_same_boundary() -> None:
+    bench = load("bench_ledger")
+    back = bench.schedule(3 * bench.WINDOW, 1)
+    simple, ours = bench.run_simple(back), bench.run_ledger(back, 1)
+    assert simple.remaining == ours.remaining_completions
+    assert simple.sampler_state == ours.sampler_state
