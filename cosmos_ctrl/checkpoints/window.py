@@ -11,7 +11,7 @@ import base64
 import struct
 import zlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -60,7 +60,7 @@ class _CursorDocument(_Strict):
 class _RecordDocument(_Strict):
     """Draws in order; groups in the order of their draws; bits in the order of the groups' completions, low first."""
 
-    schema_version: Literal[1]
+    schema_version: Annotated[int, Field(ge=1, le=1)]
     base: str
     identities: str
     """Base64 of 8 bytes a draw, big-endian."""
@@ -69,6 +69,8 @@ class _RecordDocument(_Strict):
     settled: str
     """Base64 of a bitmap over all completions."""
     keys: list[list[str]] | None
+    epochs: list[list[Positive]] | None
+    """Epoch that each group was first drawn in, where there are keys."""
     cursor: _CursorDocument | None
 
 
@@ -89,9 +91,11 @@ def write_record(directory: Path, window: LedgerWindow, *, most_bytes: int) -> d
     record = record_of(window)
     if record is None:
         return {}
-    data = encode_record(record)
-    if len(data) > most_bytes:
-        return Doubt(f"the record of {len(record.draws)} draws takes {len(data)} bytes, at most {most_bytes} are kept")
+    text = _text_of(record)
+    data = zlib.compress(text)
+    if len(data) > most_bytes or len(text) > most_bytes * _GROWTH:  # the same limits as when it is read
+        sizes = f"{len(data)} bytes, at most {most_bytes} are kept; {len(text)} as text, at most {most_bytes * _GROWTH}"
+        return Doubt(f"the record of {len(record.draws)} draws takes {sizes}")
     durable.write_file(directory / RECORD_NAME, data, mode=0o644)
     return {RECORD_NAME: Artifact(len(data), digest_bytes(data))}
 
@@ -116,12 +120,16 @@ def read_record(store: Store, found: Found, *, most_bytes: int) -> ReplayRecord 
         if len(data) != artifact.size_bytes or digest_bytes(data, parse_digest(artifact.digest)[0]) != artifact.digest:
             return Doubt(f"{RECORD_NAME} is damaged: its digest is not the manifest's")
         return decode_record(data, most_bytes=most_bytes * _GROWTH)
-    except (CheckpointError, ValueError) as error:
+    except (CheckpointError, ValueError, ModuleNotFoundError) as error:  # the last: a digest that needs a package
         return Doubt(f"{RECORD_NAME} cannot be used: {error}")
 
 
 def encode_record(record: ReplayRecord) -> bytes:
     """The artifact's bytes. Deterministic."""
+    return zlib.compress(_text_of(record))
+
+
+def _text_of(record: ReplayRecord) -> bytes:
     rows = [row for draw in record.draws for row in zip(draw.sizes, draw.settled, strict=True)]
     bitmap = "".join(f"{mask:0{size}b}"[::-1] for size, mask in rows)
     document = _RecordDocument(
@@ -131,9 +139,10 @@ def encode_record(record: ReplayRecord) -> bytes:
         sizes=[list(draw.sizes) for draw in record.draws],
         settled=_text(int(bitmap[::-1] or "0", 2).to_bytes((len(bitmap) + 7) // 8, "little")),
         keys=[list(draw.keys) for draw in record.draws] if record.cursor else None,
+        epochs=[list(draw.epochs) for draw in record.draws] if record.cursor else None,
         cursor=_CursorDocument.of(record.cursor) if record.cursor else None,
     )
-    return zlib.compress(canonical.canonical_text(document.model_dump(), "record").encode())
+    return canonical.canonical_text(document.model_dump(), "record").encode()
 
 
 def decode_record(data: bytes, *, most_bytes: int) -> ReplayRecord:
@@ -157,17 +166,20 @@ def decode_record(data: bytes, *, most_bytes: int) -> ReplayRecord:
         raise ValueError(f"it is not a record: {error.error_count()} fields are wrong") from error
     draws, completions = document.sizes, sum(map(sum, document.sizes))
     keys = document.keys if document.keys is not None else [[] for _ in draws]
-    if len(identities) != 8 * len(draws) or len(bitmap) != (completions + 7) // 8 or len(keys) != len(draws):
+    epochs = document.epochs if document.epochs is not None else [[] for _ in draws]
+    columns = 8 * len(draws), (completions + 7) // 8, len(draws), len(draws)
+    if (len(identities), len(bitmap), len(keys), len(epochs)) != columns:
         raise ValueError("its columns are not equally long")
     # As text, since slicing a number of a million bits copies it each time.
     bits = f"{int.from_bytes(bitmap, 'little'):0{completions}b}"[::-1]
     at, found = 0, []
-    for (identity,), sizes, named in zip(struct.iter_unpack(">Q", identities), draws, keys, strict=True):
+    rows = zip(struct.iter_unpack(">Q", identities), draws, keys, epochs, strict=True)
+    for (identity,), sizes, named, when in rows:
         masks = []
         for size in sizes:
             masks.append(int(bits[at : at + size][::-1], 2))
             at += size
-        found.append(RecordedDraw(identity, tuple(sizes), tuple(masks), tuple(named)))
+        found.append(RecordedDraw(identity, tuple(sizes), tuple(masks), tuple(named), tuple(when)))
     if at != len(bits):
         raise ValueError("its bitmap has bits beyond its completions")
     return ReplayRecord(document.base, tuple(found), cursor)

@@ -64,12 +64,20 @@ class Leasing:
         self._on_recorded = on_recorded
         self._drawn: deque[ReplayedDraw] = deque()
         """Drawn, and waiting for room in the window: its state is larger than the one before."""
+        self._told_lease = 0
+        """Newest lease number that a worker was told."""
         self.weights: WeightAnnouncement | None = None
         """Newest announced weights."""
 
     def replay(self, draws: Iterable[ReplayedDraw]) -> None:
         """Issue what an earlier execution had drawn, before anything is drawn anew."""
         self._drawn.extend(draws)
+        try:
+            for replayed in self._drawn:
+                self._require_fit(replayed.draw)
+        except ValueError as error:  # the limit was larger then
+            self._lifecycle.fail(f"the window cannot be issued again: {error}")
+            return
         while self._drawn and self._issue():
             pass
 
@@ -101,6 +109,7 @@ class Leasing:
             return None
         reply = LeaseReply(leases, self.weights, no_more)
         worker.lease_number, worker.lease_reply = number, reply
+        self._told_lease = self._rollouts.last_lease
         if leases:
             self._lifecycle.touch()
         return reply
@@ -158,8 +167,14 @@ class Leasing:
         return self._ledger.has_room(len(self._drawn[0].draw.after.encoded_state.data) if self._drawn else None)
 
     def _to_give_up(self) -> int | None:
-        oldest = self._ledger.statistics().blocking_token if self._policy.on_full_window == "discard" else None
-        return oldest if oldest is not None and self._rollouts.can_give_up(oldest) else None
+        if self._policy.on_full_window != "discard":
+            return None
+        oldest, rollouts = self._ledger.statistics().blocking_token, self._rollouts
+        if oldest is None or not rollouts.can_give_up(oldest, told=self._told_lease):
+            return None
+        # A window of which nothing is done yet is small, and not held up: giving up its oldest would only move the hole.
+        done = self._ledger.next_token - oldest > rollouts.unsettled_groups - rollouts.ready_groups
+        return oldest if done else None
 
     def _make_room(self) -> None:
         while not self._has_room() and (oldest := self._to_give_up()) is not None:
@@ -168,24 +183,26 @@ class Leasing:
     def _issue(self) -> bool:
         """Issue the draw that waits first; whether there was room for it."""
         draw, recorded = self._drawn[0].draw, self._drawn[0].settled
+        epochs = self._drawn[0].epochs or (draw.after.epoch,) * len(draw.sizes)
         try:
-            tokens = self._ledger.issue_draw(draw.after, draw.sizes, self._label(draw))
+            tokens = self._ledger.issue_draw(draw.after, draw.sizes, self._label(draw, epochs))
         except WindowFullError:
             return False
         self._drawn.popleft()
         self._rollouts.add(tokens, draw, recorded)
-        for token, prompt, size in zip(tokens, draw.prompts, draw.sizes, strict=True):
-            self._lifecycle.record("issue", group=token, key=prompt.key, size=size, epoch=draw.after.epoch)
+        for token, prompt, size, epoch in zip(tokens, draw.prompts, draw.sizes, epochs, strict=True):
+            self._lifecycle.record("issue", group=token, key=prompt.key, size=size, epoch=epoch)
         for token, mask in zip(tokens, recorded, strict=False):  # nothing is recorded of a new draw
             if mask:
                 self._on_recorded(token, mask)
         return True
 
-    def _label(self, draw: Draw) -> DrawLabel | None:
+    def _label(self, draw: Draw, epochs: tuple[int, ...]) -> DrawLabel | None:
         if self._policy.records_window == "nothing":
             return None
-        keys = self._policy.records_window == "keys"
-        return DrawLabel(draw_identity(draw), tuple(prompt.key for prompt in draw.prompts) if keys else ())
+        if self._policy.records_window == "settled":
+            return DrawLabel(draw_identity(draw), ())
+        return DrawLabel(draw_identity(draw), tuple(prompt.key for prompt in draw.prompts), epochs)
 
     @property
     def _prompt_room(self) -> int:
@@ -195,14 +212,15 @@ class Leasing:
     def _sample(self) -> Draw:
         try:
             draw = self._sampling.draw(self._ledger.cursor.remaining_completions)
-            for prompt in draw.prompts:
-                if prompt.size_bytes > self._prompt_room - _OVERHEAD_BYTES:
-                    limit = self._prompt_room - _OVERHEAD_BYTES
-                    raise ValueError(
-                        f"prompt {prompt.key} takes {prompt.size_bytes} bytes, at most {limit} fit a message"
-                    )
+            self._require_fit(draw)
             return draw
         except Exception as error:
             # The sampler may have moved: going on would skip what it had taken.
             self._lifecycle.fail(f"the sampler could not be drawn from: {type(error).__name__}: {error}")
             raise
+
+    def _require_fit(self, draw: Draw) -> None:
+        limit = self._prompt_room - _OVERHEAD_BYTES
+        for prompt in draw.prompts:
+            if prompt.size_bytes > limit:
+                raise ValueError(f"prompt {prompt.key} takes {prompt.size_bytes} bytes, at most {limit} fit a message")

@@ -153,11 +153,12 @@ class SamplingReplayLedger:
             raise ValueError(
                 f"a budget of {start.remaining_completions} from group {first_token} does not fit in 64 bits"
             )
-        self._first = self._base = self._origin = first_token
+        self._first = self._base = self._origin = self._beyond = first_token
         self._max_draws, self._max_bytes, self._clock = max_draws, max_bytes, clock
         self._safe = self._cursor = start
-        # Groups from token `_origin` on; those before `_base` are behind the boundary. Each is the mask of its unsettled
-        # completions with one bit above them as the mark of its size: it is settled when only the mark is left.
+        # Groups from token `_origin` on; those before `_base` are settled, and those before `_beyond` are behind the boundary: a draw
+        # of several is passed as a whole. Each is the mask of its unsettled completions with one bit above them as the mark of its
+        # size: it is settled when only the mark is left.
         self._groups: list[int] = []
         self._whole: dict[int, int] = {}  # by size: whole groups share one object
         # Draws, a row in each column; the first `_settled_draws` are behind the boundary.
@@ -191,10 +192,10 @@ class SamplingReplayLedger:
         return LedgerWindow(
             self._safe,
             self._cursor,
-            self._base,
+            self._beyond,
             self._last_tokens[draws],
             self._labels[draws],
-            self._groups[self._base - self._origin :],
+            self._groups[self._beyond - self._origin :],
         )
 
     def issue(self, after: SamplingBoundary, completions: int = 1) -> int:
@@ -358,13 +359,15 @@ class SamplingReplayLedger:
                 remaining_completions=self._remaining[row - 1],
             )
             self._settled_draws = row
-        self._cut_columns(at)
+            self._beyond = self._last_tokens[row - 1] + 1
+        self._cut_columns()
 
-    def _cut_columns(self, settled_groups: int) -> None:
+    def _cut_columns(self) -> None:
         """Give back what is behind the boundary, when it is the larger part: each row moves at most once for each that goes."""
+        settled_groups = self._beyond - self._origin
         if settled_groups > max(_KEPT_ROWS, len(self._groups) // 2):
             del self._groups[:settled_groups]
-            self._origin = self._base
+            self._origin = self._beyond
         row = self._settled_draws
         if row > max(_KEPT_ROWS, len(self._states) // 2):
             for column in (self._last_tokens, self._remaining, self._epochs, self._issued_at):

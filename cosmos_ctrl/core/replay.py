@@ -26,6 +26,8 @@ class DrawLabel:
     identity: int
     keys: tuple[str, ...]
     """Empty unless the window is to be issued again as it was."""
+    epochs: tuple[int, ...] = ()
+    """Epoch that each group was first drawn in; empty as `keys` is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class RecordedDraw:
     """Mask of each group's settled completions."""
     keys: tuple[str, ...] = ()
     """Prompt keys; empty unless the window is to be issued again as it was."""
+    epochs: tuple[int, ...] = ()
+    """Epoch that each group was first drawn in; empty as `keys` is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class ReplayedDraw:
     draw: Draw
     settled: tuple[int, ...] = ()
     """Mask of each group's settled completions; empty: nothing is proved."""
+    epochs: tuple[int, ...] = ()
+    """Epoch that each group was first drawn in; empty: the draw's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,7 @@ def record_of(window: LedgerWindow) -> ReplayRecord | None:
     """The record of a window whose draws were issued with a `DrawLabel`; None when it has nothing to say."""
     draws, useful = [], 0
     for label, sizes, settled in window.draws():
-        draws.append(RecordedDraw(label.identity, sizes, settled, label.keys))
+        draws.append(RecordedDraw(label.identity, sizes, settled, label.keys, label.epochs))
         if label.keys or any(settled):
             useful = len(draws)
     if not useful:
@@ -169,9 +175,11 @@ def _recorded_draw(
         prompts = tuple(prompt_by_key(key) for draw in record.draws for key in draw.keys)
     except KeyError as error:
         return Doubt(f"the application has no prompt {error}")
-    if len(prompts) != len(sizes):
+    epochs = tuple(epoch for draw in record.draws for epoch in draw.epochs)
+    if len(prompts) != len(sizes) or len(epochs) not in (0, len(sizes)):
         return Doubt("the record has not one key for each group")
-    return ReplayedDraw(Draw(prompts, sizes, cursor), tuple(mask for draw in record.draws for mask in draw.settled))
+    settled = tuple(mask for draw in record.draws for mask in draw.settled)
+    return ReplayedDraw(Draw(prompts, sizes, cursor), settled, epochs)
 
 
 def _moved(metadata: ControllerResumeMetadata, to: SamplingBoundary) -> ControllerResumeMetadata:

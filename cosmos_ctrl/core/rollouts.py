@@ -141,10 +141,10 @@ class Rollouts:
                 found = True
         return found
 
-    def can_give_up(self, token: int) -> bool:
-        """Whether a group may be discarded to make room: what is with a worker, unfinished. What is ready, or in a command,
-        soon makes room by itself; what waits is the next thing leased."""
-        return token in self._leased and not self._groups[token].training
+    def can_give_up(self, token: int, *, told: int) -> bool:
+        """Whether a group may be discarded to make room: what is with a worker who was told of it, by lease numbers up to `told`,
+        unfinished. What is ready, or in a command, soon makes room by itself; what waits is the next thing leased."""
+        return token in self._leased and self._groups[token].lease <= told
 
     def give_up(self, token: int, reason: str) -> None:
         """Discard all that is left of a group that is out with a worker, who is told."""

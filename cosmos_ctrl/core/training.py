@@ -186,7 +186,7 @@ class Training:
         for row in rows:
             self._rollouts.dispose(row.group, row.mask, row.disposition, row.reason)
         if self._on_feedback:
-            self._on_feedback(results)
+            self._tell(self._on_feedback, results)
         self._lifecycle.record(
             "commit",
             step=self._log.steps,
@@ -207,13 +207,25 @@ class Training:
             self._form_save(final=False)
 
     def _results(self, rows: Iterable[DisposedRow]) -> list[PromptFeedback]:
-        results = []
+        masks: dict[int, int] = {}  # a group may take several rows, and its prompt is told of once
         for row in rows:
-            group = self._rollouts.group(row.group)
-            if group is not None and row.disposition in ("trained", "discarded"):
-                rewards = tuple(payload.reward for payload in self._rollouts.payloads(row.group, row.mask))
+            if row.disposition in ("trained", "discarded"):
+                masks[row.group] = masks.get(row.group, 0) | row.mask
+        results = []
+        for token, mask in masks.items():
+            group = self._rollouts.group(token)
+            if group is not None:
+                rewards = tuple(payload.reward for payload in self._rollouts.payloads(token, mask))
                 results.append(PromptFeedback(group.prompt.key, group.prompt.source, rewards))
         return results
+
+    def _tell(self, on_feedback: Callable[[Sequence[PromptFeedback]], None], results: Sequence[PromptFeedback]) -> None:
+        try:
+            on_feedback(results)
+        except Exception as error:
+            # It may have taken half of it, as a draw may have moved it.
+            self._lifecycle.fail(f"the sampler could not take its feedback: {type(error).__name__}: {error}")
+            raise
 
     def stop_giving_work(self, reason: EndReason, message: str) -> None:
         """Begin to end; what is leased is not wanted any more and stays unsettled."""

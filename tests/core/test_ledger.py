@@ -84,7 +84,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.real.issue_draw(after, sizes)
             assert before == (self.real.cursor, self.real.snapshot(), self.real.next_token, self.real.statistics())
             return multiple()
-        tokens = list(self.real.issue_draw(after, sizes))
+        tokens = list(self.real.issue_draw(after, sizes, label=("draw", len(self.dumb.draws))))
         self.dumb.draws.append((after, [(token, [False] * n) for token, n in zip(tokens, sizes, strict=True)]))
         self.issued_at.append(self.now)
         return multiple(*tokens)
@@ -200,6 +200,19 @@ class LedgerMachine(RuleBasedStateMachine):
         assert found.gap_age_s == (self.now - self.issued_at[prefix] if window else 0.0)
 
     @invariant()
+    def the_window_is_every_draw_beyond_the_boundary_with_what_is_settled_of_it(self) -> None:
+        prefix, window = self.dumb.prefix(), self.real.window()
+        assert (window.safe, window.cursor) == (self.real.snapshot(), self.real.cursor)
+        assert list(window.draws()) == [
+            (
+                ("draw", prefix + at),
+                tuple(len(flags) for _, flags in groups),
+                tuple(sum(1 << i for i, done in enumerate(flags) if done) for _, flags in groups),
+            )
+            for at, (_, groups) in enumerate(self.dumb.draws[prefix:])
+        ]
+
+    @invariant()
     def groups_know_what_is_unsettled(self) -> None:
         for _, groups in self.dumb.draws:
             for token, flags in groups:
@@ -298,3 +311,31 @@ def test_a_large_window_settles_in_any_order_without_slowing_down() -> None:
         ledger.settle(token)
     assert ledger.snapshot().remaining_completions == 0
     assert ledger.statistics().window_bytes == 0
+
+
+def test_a_window_is_whole_however_much_of_the_ledger_was_let_go_of() -> None:
+    """Draws of three groups, of which the second settles last, when the next one's first has: columns are cut many times."""
+    count = 4000
+    ledger = SamplingReplayLedger(boundary(6 * count))
+    draws = [ledger.issue_draw(boundary(6 * (count - 1 - at)), (1, 2, 3), label=at) for at in range(count)]
+    for at, tokens in enumerate(draws[:-2]):
+        ledger.settle_mask(tokens[0], 0b1)
+        ledger.settle_mask(tokens[2], 0b111)
+        ledger.settle_mask(draws[at + 1][0], 0b1)
+        assert next(iter(ledger.window().draws())) == (at, (1, 2, 3), (0b1, 0, 0b111))
+        ledger.settle_mask(tokens[1], 0b11)
+    ledger.settle_mask(draws[-1][2], 0b101)
+    assert list(ledger.window().draws()) == [(count - 2, (1, 2, 3), (0b1, 0, 0)), (count - 1, (1, 2, 3), (0, 0, 0b101))]
+    assert ledger.window().safe.remaining_completions == 12
+    assert len(ledger._groups) < 2 * 1024 + 6  # what is behind the boundary is not kept
+
+
+def test_a_window_is_a_value() -> None:
+    ledger = SamplingReplayLedger(boundary(6))
+    tokens = [ledger.issue(boundary(5 - at), 1) for at in range(3)]
+    window = ledger.window()
+    for token in tokens:
+        ledger.settle(token)
+    ledger.issue(boundary(2))
+    assert [(sizes, settled) for _, sizes, settled in window.draws()] == [((1,), (0,))] * 3
+    assert (window.safe.remaining_completions, window.cursor.remaining_completions) == (6, 3)
