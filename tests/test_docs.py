@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,6 +106,47 @@ def test_the_quickstart_as_it_stands_is_killed_and_resumed(
     assert newest.metadata.remaining_completions == 0
     # Nothing skipped: four prompts an epoch, one step each, replayed steps counted once in the lineage.
     assert newest.metadata.completed_training_steps >= _EPOCHS
+
+
+def _dies_at_the_50th(write):  # type: ignore[no-untyped-def]  # its source runs in the driver's process
+    import os
+    import signal
+
+    written = []
+
+    def print_or_die(*texts, **options):  # type: ignore[no-untyped-def]
+        write(*texts, **options)
+        written.append(texts)
+        if len(written) == 50:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return print_or_die
+
+
+def test_a_driver_without_a_server_is_killed_and_resumed(tmp_path: Path) -> None:
+    files = dict(_BLOCK.findall((ROOT / "docs" / "embed.md").read_text()))
+    assert len(files["driver.py"].splitlines()) <= 25
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    dying = (
+        f"import builtins, runpy\n{inspect.getsource(_dies_at_the_50th)}\nbuiltins.print = _dies_at_the_50th(print)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", "import runpy; runpy.run_path('driver.py')"]
+    killed = [*command[:-1], dying + command[-1]]
+    first = subprocess.run(killed, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert first.returncode == -signal.SIGKILL, first.stderr
+    lost = first.stdout.splitlines()
+    assert len(lost) == 50
+    boundary = list_checkpoints(LocalStore(tmp_path / "runs/embedded"))[0].manifest.metadata
+    assert 0 < boundary.remaining_completions < 120
+    second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert second.returncode == 0, second.stderr
+    again = second.stdout.splitlines()
+    assert len(again) == boundary.remaining_completions
+    # Nothing skipped: three epochs of forty prompts, counted from what both printed.
+    counts = Counter(lost) + Counter(again)
+    assert len(counts) == 40
+    assert min(counts.values()) >= 3
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cosmos_ctrl.core import samplers
 from cosmos_ctrl.core.samplers import SeekableSampler
 
 
@@ -54,7 +56,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 
 def test_the_order_never_changes_between_releases() -> None:
-    assert epoch_of(SeekableSampler(10, seed=1), 1) == [0, 1, 9, 5, 2, 4, 3, 7, 6, 8]
+    assert epoch_of(SeekableSampler(10, seed=1), 1) == [5, 7, 1, 6, 8, 4, 3, 0, 9, 2]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,8 @@ def test_the_order_never_changes_between_releases() -> None:
         ({"seed": 1}, ValueError),
         ({"shuffle": False}, ValueError),
         ({"shuffle": 1}, ValueError),
+        ({"weights": "sha256:00"}, ValueError),
+        ({"shard": [0, 2]}, ValueError),
         ({"position": 10}, ValueError),
         ({"position": -1}, ValueError),
         ({"position": True}, TypeError),
@@ -82,7 +86,7 @@ def test_g1_a_state_that_names_other_prompts_is_refused_and_changes_nothing(
     with pytest.raises(error):
         sampler.load_state_dict(before | change)
     assert sampler.state_dict() == before
-    with pytest.raises(ValueError, match="keys"):
+    with pytest.raises(ValueError, match="expected the keys"):
         sampler.load_state_dict([])  # type: ignore[arg-type]
 
 
@@ -92,8 +96,156 @@ def test_the_length_is_a_positive_int(wrong: Any) -> None:
         SeekableSampler(wrong)
 
 
-def test_seeking_costs_the_same_anywhere() -> None:
-    sampler = SeekableSampler(1 << 40, seed=5)
-    sampler.load_state_dict(sampler.state_dict() | {"position": (1 << 40) - 2})
-    assert sum(1 for _ in sampler) == 2
-    assert len(sampler) == 1 << 40
+def test_seeking_costs_the_same_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    length, counted = 1 << 70, []
+    built = samplers.shuffled
+
+    def counting(*args: Any, **options: Any) -> Any:
+        index_at = built(*args, **options)
+
+        def index_counting(position: int) -> int:
+            counted.append(position)
+            return index_at(position)
+
+        return index_counting
+
+    monkeypatch.setattr(samplers, "shuffled", counting)
+    sampler = SeekableSampler(length, seed=5)
+    sampler.load_state_dict(sampler.state_dict() | {"position": length - 2})
+    assert len(set(sampler)) == 2
+    assert counted == [length - 2, length - 1]
+
+
+# -- weights
+
+
+WEIGHTS = [3.0, 0.0, 1.0, 0.5, 0.0, 2.5]
+
+
+@pytest.mark.parametrize("shard", [None, (0, 2), (1, 2)])
+def test_g1_a_weighted_sampler_resumes_at_every_position(shard: tuple[int, int] | None) -> None:
+    def make() -> SeekableSampler:
+        return SeekableSampler(6, weights=WEIGHTS, seed=3, shard=shard)
+
+    whole = epoch_of(make(), 2)
+    for position in range(len(whole) + 1):
+        running = make()
+        running.set_epoch(2)
+        iterator = iter(running)
+        before = [next(iterator) for _ in range(position)]
+        restored = make()
+        restored.load_state_dict(json.loads(json.dumps(running.state_dict())))
+        assert before + list(restored) == whole
+
+
+def test_the_weighted_order_never_changes_between_releases() -> None:
+    assert epoch_of(SeekableSampler(10, seed=1, weights=[1, 2, 3, 4, 0, 0, 1, 1, 1, 1]), 1) == [
+        3,
+        3,
+        7,
+        3,
+        6,
+        8,
+        3,
+        9,
+        0,
+        3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        ([1.0, -0.5], ValueError, r"weights\[1\] is -0.5"),
+        ([1.0, math.nan], ValueError, r"weights\[1\] is nan"),
+        ([math.inf, 1.0], ValueError, r"weights\[0\] is inf"),
+        ([1.0, 10**400], ValueError, r"weights\[1\] is 1000"),
+        ([True, 1.0], TypeError, r"weights\[0\] must be a number, not bool"),
+        (["1", 1.0], TypeError, r"weights\[0\] must be a number, not str"),
+        ([0.0, -0.0], ValueError, "add up to 0"),
+        ([1e308, 1e308], ValueError, "add up to inf"),
+        ([1.0], ValueError, "1 weights for 2 indices"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused_by_their_place(weights: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SeekableSampler(2, weights=weights)
+
+
+def test_a_weighted_sampler_is_not_in_order() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        SeekableSampler(2, weights=[1, 1], shuffle=False)
+    with pytest.raises(TypeError, match="shuffle must be a bool"):
+        SeekableSampler(2, shuffle=1)  # type: ignore[arg-type]
+
+
+# -- shards
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.booleans(), st.integers(1, 5))
+def test_the_shards_of_an_epoch_partition_it(length: int, of: int, shuffle: bool, epoch: int) -> None:
+    whole = epoch_of(SeekableSampler(length, shuffle=shuffle, seed=2), epoch)
+    samplers_of_ranks = [SeekableSampler(length, shuffle=shuffle, seed=2, shard=(rank, of)) for rank in range(of)]
+    shards = [epoch_of(sampler, epoch) for sampler in samplers_of_ranks]
+    assert [len(sampler) for sampler in samplers_of_ranks] == [len(shard) for shard in shards]
+    assert shards == [whole[rank::of] for rank in range(of)]
+    assert sorted(index for shard in shards for index in shard) == list(range(length))
+
+
+@pytest.mark.parametrize(
+    ("shard", "error", "message"),
+    [
+        ((2, 2), ValueError, "rank 2 of 2"),
+        ((-1, 2), ValueError, "the rank"),
+        ((0, 0), ValueError, "the number of shards"),
+        ((True, 2), TypeError, "the rank"),
+        ([0, 2], TypeError, r"a tuple \(rank, of\)"),
+        ((0, 1, 2), TypeError, r"a tuple \(rank, of\)"),
+    ],
+)
+def test_a_shard_is_a_rank_of_a_number(shard: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SeekableSampler(5, shard=shard)
+
+
+# -- what a state belongs to
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (SeekableSampler(7), "length was 6, here 7"),
+        (SeekableSampler(6, seed=1), "seed was 0, here 1"),
+        (SeekableSampler(6, shuffle=False), "shuffle was True, here False"),
+        (SeekableSampler(6, weights=WEIGHTS), "weights was None, here 'sha256:"),
+        (SeekableSampler(6, shard=(1, 2)), r"shard was \[0, 1\], here \[1, 2\]"),
+        (SeekableSampler(7, seed=2), "length was 6, here 7; seed was 0, here 2"),
+    ],
+)
+def test_a_state_of_another_configuration_is_refused_by_every_key(other: SeekableSampler, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(SeekableSampler(6).state_dict())
+
+
+def test_weights_are_told_apart_by_their_digest() -> None:
+    state = SeekableSampler(6, weights=WEIGHTS).state_dict()
+    SeekableSampler(6, weights=WEIGHTS).load_state_dict(state)
+    SeekableSampler(6, weights=[3, -0.0, 1, 0.5, 0, 2.5]).load_state_dict(state)
+    with pytest.raises(ValueError, match="weights was 'sha256:"):
+        SeekableSampler(6, weights=WEIGHTS[::-1]).load_state_dict(state)
+
+
+def test_it_says_what_a_controller_asks() -> None:
+    sampler = SeekableSampler(6, weights=WEIGHTS, seed=1, shard=(1, 2))
+    assert sampler.deterministic
+    assert sampler.compatibility.keys() == {"length", "seed", "shuffle", "weights", "shard"}
+    assert sampler.compatibility["shard"] == [1, 2]
+
+
+def test_a_living_iterator_follows() -> None:
+    sampler = SeekableSampler(9, seed=1)
+    second = epoch_of(SeekableSampler(9, seed=1), 2)
+    iterator = iter(sampler)
+    next(iterator)
+    sampler.set_epoch(2)
+    assert list(iterator) == second

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulated_world import World, bits_of, fingerprint
+from simulated_world import World, bits_of, fingerprint, prompt_of
 
 from cosmos_ctrl.core.admission import Batch, RolloutRows, RowRefused
 from cosmos_ctrl.core.errors import NotRegisteredError, StaleExecutionError, SupersededError
@@ -31,6 +31,8 @@ class RolloutWorker:
     """Whether its payloads stay with it."""
     version: int
     alive: bool = True
+    slow: bool = False
+    """Whether it holds on to its groups for long."""
     replaceable: bool = True
     """Whether a new process will take its place when it is dead; if not, only its silence frees its leases."""
     batches: int = 0
@@ -54,8 +56,8 @@ class RolloutSide:
         """A new process takes `place`."""
         info = self.world.info(place)
         session = self.core.register(self.world.id, info).session
-        handles = self.rng.random() < 0.5
-        self.workers.append(RolloutWorker(info, session, handles, version=self.world.steps_before))
+        handles, slow = self.rng.random() < 0.5, self.rng.random() < 0.35
+        self.workers.append(RolloutWorker(info, session, handles, version=self.world.steps_before, slow=slow))
 
     def any(self) -> RolloutWorker:
         return self.rng.choice(self.workers)
@@ -67,6 +69,8 @@ class RolloutSide:
             return
         most, number, last_call = self.rng.randint(1, 4), worker.requests + 1, self.rng.random() < 0.5
         reply = self.core.lease(self.world.id, worker.session, number, most, last_call=last_call)
+        if reply is None or not (reply.leases or reply.no_more):
+            self.world.check_nothing_to_give()
         if reply is None:
             return
         worker.requests = number
@@ -78,15 +82,17 @@ class RolloutSide:
         if reply.weights is not None:
             worker.version = reply.weights.version
         for lease in reply.leases:
-            for completion in self.world.oracle.completions(lease.group, lease.mask):
-                assert completion not in self.world.oracle.settled, f"leased {completion}, which is settled"
+            oracle = self.world.oracle
+            for place in oracle.places(lease.group, lease.mask):
+                assert place not in oracle.settled, f"leased {place}, which is settled"
+            assert (lease.prompt, lease.size) == (prompt_of(oracle.key_of[lease.group]), oracle.size_of[lease.group])
             worker.held[lease.group] = Held(lease, lease.mask)
 
     def report(self, worker: RolloutWorker) -> None:
         """A batch about some of what it holds, and at times about what it does not hold any more."""
-        if not worker.alive:
-            return
         calm = self.world.calm
+        if not worker.alive or (worker.slow and not calm and self.rng.random() < 0.8):
+            return
         held = self.rng.sample(list(worker.held.values()), min(len(worker.held), self.rng.randint(1, 3)))
         said = []
         blocks = []
@@ -121,13 +127,16 @@ class RolloutSide:
         lost = self._hear(worker, ack.notices, len(said))
         for item, mask in said:
             if item.lease.number in lost:
-                excused = worker.info.incarnation in self.world.lapsed or self.world.policy.lease_deadline_s
+                excused = worker.info.incarnation in self.world.lapsed or item.lease.group in self.world.given_up
+                excused = excused or self.world.policy.lease_deadline_s is not None
                 assert excused or self.world.no_more_work_is_wanted, "a lease was lost for no reason"
                 continue
             item.left &= ~mask
             if not item.left:
                 worker.held.pop(item.lease.group, None)
                 worker.over.append(item.lease)
+                if self.world.out.get(item.lease.group) == item.lease.number:
+                    del self.world.out[item.lease.group]
 
     def _hear(self, worker: RolloutWorker, notices: Any, said: int) -> set[int]:
         """Lease numbers that the worker has lost; it drops those."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from oracle import Checkpoint
-from simulated_world import Crash, World, bits_of
+import simulated_storage as storage
+from oracle import Checkpoint, lost_before
+from simulated_world import Crash, World, bits_of, prompt_of
 
 from cosmos_ctrl.core.admission import Batch, WeightAnnouncement
 from cosmos_ctrl.core.agreement import Restored
@@ -17,6 +17,7 @@ from cosmos_ctrl.core.controller import Publish
 from cosmos_ctrl.core.errors import StorageUnavailableError
 from cosmos_ctrl.core.execution import WorkerInfo
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
+from cosmos_ctrl.core.sampling import PromptFeedback
 
 
 @dataclass
@@ -38,9 +39,8 @@ class Trainer:
 class TrainerSide:
     """All trainer ranks of an execution, and the disk."""
 
-    def __init__(self, world: World, publish: Callable[[Checkpoint], None]) -> None:
+    def __init__(self, world: World) -> None:
         self.world, self.rng, self.core = world, world.rng, world.controller
-        self._make_visible = publish
         self.trainers: list[Trainer] = []
         self.publishing: list[Save] = []
         self.has_forgotten_a_save = False
@@ -78,6 +78,10 @@ class TrainerSide:
     def any(self) -> Trainer:
         return self.rng.choice(self.trainers)
 
+    def any_saving(self) -> Trainer:
+        """One that has a save in hand, if there is one."""
+        return self.rng.choice([trainer for trainer in self.trainers if trainer.saves] or self.trainers)
+
     # -- steps
 
     def train(self, trainer: Trainer) -> None:
@@ -112,7 +116,9 @@ class TrainerSide:
             self.leader_steps = command.step
         for row in rows:
             if row.disposition == "trained":
-                oracle.model.update(oracle.completions(row.group, row.mask))
+                oracle.model.update(oracle.names(row.group, row.mask))
+        if leads:
+            self.world.due_feedback = self._feedback_of(rows)
         updates = 1 + command.step % 2
         report = CompletionReport(command=command.number, step=command.step, optimizer_updates=updates, rows=rows)
         self._submit(trainer, completions=(report,))
@@ -145,7 +151,7 @@ class TrainerSide:
         for part, (group, mask) in zip(found, command.rows, strict=True):
             assert part.group == group
             assert [completion.completion for completion in part.completions] == bits_of(mask)
-            assert self.world.stream.base[part.prompt.key] == self.world.oracle.base_of[group]
+            assert part.prompt == prompt_of(self.world.oracle.key_of[group])
             for completion in part.completions:
                 text = completion.handle or (completion.payload or b"").decode()
                 assert text == f"{part.prompt.key}:{completion.completion}", "a payload of another completion"
@@ -168,6 +174,15 @@ class TrainerSide:
                 rows.append(DisposedRow(group, part, disposition, reason))
         self.rng.shuffle(rows)
         return tuple(rows)
+
+    def _feedback_of(self, rows: tuple[DisposedRow, ...]) -> list[PromptFeedback]:
+        """What the sampler is told: each prompt once, in the order of the rows, with what was trained or discarded of it."""
+        told = [row for row in rows if row.disposition in ("trained", "discarded")]
+        masks = {row.group: sum(other.mask for other in told if other.group == row.group) for row in told}
+        key_of = self.world.oracle.key_of
+        return [
+            PromptFeedback(key_of[group], "pool", tuple(map(float, bits_of(mask)))) for group, mask in masks.items()
+        ]
 
     # -- saves
 
@@ -206,15 +221,20 @@ class TrainerSide:
         if not self.world.calm and self.rng.random() < 0.1:
             error = StorageUnavailableError(path=save.path, operation="link", cause="EIO")
             self.core.publication_failed(save, error)
+            assert save.window is None, "a save that is over keeps its window"
             return
         checkpoint = self._checkpoint(save)
-        boundary = self.world.plan.budget - save.boundary.remaining_completions
-        lost = [c for c in range(boundary) if c not in checkpoint.model and c not in checkpoint.discarded]
+        cut = checkpoint.cut
+        assert cut.boundary == self.world.plan.budget - save.boundary.remaining_completions
+        lost = lost_before(cut.boundary, cut.line, checkpoint.model, cut.discarded)
         assert not lost, f"G1: the checkpoint of step {save.steps} skips {lost}"
-        self._make_visible(checkpoint)
-        if not self.world.calm and self.rng.random() < self.world.plan.crash:
+        self.world.run.published.append(checkpoint)
+        if not self.world.calm and self.rng.random() < self.world.plan.crash_at_publication:
             raise Crash  # visible, and nobody was told
         self.core.publication_succeeded(save, checkpoint.digest)
+        assert save.window is None, "a save that is over keeps its window"
+        if not self.world.calm and self.rng.random() < self.world.plan.crash_at_publication:
+            raise Crash
 
     def _checkpoint(self, save: Save) -> Checkpoint:
         metadata = ControllerResumeMetadata(
@@ -227,13 +247,20 @@ class TrainerSide:
             sampling_owner=self.world.sampling_owner,
             sampler_state=save.boundary.encoded_state,
         )
-        discarded, issued = self.world.cuts[save.checkpoint_id]
+        cut = self.world.cuts[save.checkpoint_id]
+        record = storage.write(save, cut, self.world.policy.records_window)
+        if save.window is not None and self.rng.random() < 0.05:
+            self.core.doubt_record("the record takes too many bytes")
+            self.world.doubts += 1
+            record = None
+        if save.steps < self.core.commands.steps:
+            self.world.run.seen["recorded while a later step trained"] += record is not None
         return Checkpoint(
             execution=self.world.number,
             metadata=metadata,
             digest=f"sha256:{save.checkpoint_id}",
-            window=save.window_completions,
+            repeat_bound=save.window_completions,
             model=self._models[save.checkpoint_id],
-            discarded=discarded,
-            issued=issued,
+            cut=cut,
+            record=record,
         )

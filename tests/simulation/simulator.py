@@ -9,16 +9,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
 
-from oracle import Checkpoint
-from simulated_plan import SESSION_TTL_S, Plan, stream_of
+from simulated_plan import SESSION_TTL_S, Plan
 from simulated_rollouts import RolloutSide, RolloutWorker
 from simulated_trainers import TrainerSide
-from simulated_world import Crash, World
+from simulated_world import Crash, Run, World
 
+from cosmos_ctrl.audit import audit_journals
 from cosmos_ctrl.core.errors import ExecutionEndedError
 from cosmos_ctrl.core.execution import Place
 
@@ -36,8 +37,7 @@ class Simulation:
         self.seed = seed
         self.rng = random.Random(seed)
         self.plan = Plan.of(self.rng)
-        self.stream = stream_of(self.plan)
-        self.published: list[Checkpoint] = []
+        self.carried = Run(self.plan, self.rng, names=itertools.count())
         self.executions = 0
         self.events = 0
         self.survivor: tuple[str, RolloutWorker] | None = None
@@ -53,6 +53,7 @@ class Simulation:
                 # The last life failed while it was wild, or was stopped: this one has no excuse.
                 assert self._live(calm_after=0), "G9: the calm run did not end"
             self._check_restart_does_nothing()
+            self._check_audit()
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise Failure(f"seed {self.seed}, execution {self.executions}: {what}\n{self.plan}") from error
@@ -60,12 +61,11 @@ class Simulation:
     def execution(self) -> World:
         """The next execution, resumed from the newest checkpoint."""
         self.executions += 1
-        newest = max(self.published, key=lambda checkpoint: checkpoint.order, default=None)
-        return World(self.plan, self.stream, self.rng, number=self.executions, parent=newest, calm=False)
+        return World(self.carried, number=self.executions)
 
     def _live(self, *, calm_after: int | None) -> bool:
         world = self.execution()
-        life = _Life(world, self.published.append, self.survivor)
+        life = _Life(world, self.survivor)
         try:
             over = life.live(calm_after)
         finally:
@@ -77,7 +77,7 @@ class Simulation:
 
     def _check_restart_does_nothing(self) -> None:
         """G8: a restart of a run that is over is over at once, wherever a limit or the budget ended it."""
-        newest = max(self.published, key=lambda checkpoint: checkpoint.order, default=None)
+        newest = self.carried.newest
         if newest is None:
             return
         limit, metadata = self.plan.policy.max_training_steps, newest.metadata
@@ -88,16 +88,23 @@ class Simulation:
         assert controller.lifecycle.phase == "ENDED", "G8: a finished run went on"
         assert controller.commands.steps == metadata.completed_training_steps
 
+    def _check_audit(self) -> None:
+        """The journals alone say the same as the oracles."""
+        if self.plan.feedback or self.plan.reorders:
+            return  # a completion is not identified by its prompt
+        report = audit_journals(self.carried.journals)
+        assert report.skipped == 0, f"the audit finds {report.skipped} skipped"
+        found = [(execution.repeated, execution.spared) for execution in report.executions]
+        assert found == [(len(oracle.repeated), len(oracle.spared)) for oracle in self.carried.oracles]
+
 
 class _Life:
     """One execution, event by event."""
 
-    def __init__(
-        self, world: World, publish: Callable[[Checkpoint], None], survivor: tuple[str, RolloutWorker] | None
-    ) -> None:
+    def __init__(self, world: World, survivor: tuple[str, RolloutWorker] | None) -> None:
         self.world, self.rng, self.core = world, world.rng, world.controller
         self.rollouts = RolloutSide(world)
-        self.trainers = TrainerSide(world, publish)
+        self.trainers = TrainerSide(world)
         self.survivor = survivor
         self.events = 0
         self._dead_since: float | None = None
@@ -126,6 +133,7 @@ class _Life:
             return False
         if end[0] == "BUDGET_EXHAUSTED":
             world.oracle.check_complete()
+            assert not self.core.rollouts.buffered_bytes, "payloads are kept of what is settled"
         return True
 
     def _start(self) -> None:
@@ -157,7 +165,9 @@ class _Life:
 
     def _event(self, *, may_crash: bool) -> None:
         self.events += 1
-        if may_crash and self.rng.random() < self.world.plan.crash:
+        # What has left nothing behind teaches little by dying.
+        crash = self.world.plan.crash * (1.0 if self.world.run.published else 0.25)
+        if may_crash and self.rng.random() < crash:
             raise Crash
         action, arguments = self._choose()
         action(*arguments)
@@ -169,8 +179,8 @@ class _Life:
             (22, self.rollouts.lease, lambda: (self.rollouts.any(),)),
             (30, self.rollouts.report, lambda: (self.rollouts.any(),)),
             (23, self.trainers.train, lambda: (self.trainers.any(),)),
-            (10, self.trainers.save, lambda: (self.trainers.any(),)),
-            (5, self.trainers.publish, tuple),
+            (10, self.trainers.save, lambda: (self.trainers.any_saving(),)),
+            (8, self.trainers.publish, tuple),
             (6, self._pass_time, lambda: (self.rng.uniform(0.5, 4.0),)),
             (1, self.rollouts.kill, lambda: (self.rollouts.any(),)),
             (1, self.rollouts.reconnect, lambda: (self.rollouts.any(),)),
