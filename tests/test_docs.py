@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
@@ -106,6 +107,16 @@ def test_the_quickstart_as_it_stands_is_killed_and_resumed(
     assert newest.metadata.remaining_completions == 0
     # Nothing skipped: four prompts an epoch, one step each, replayed steps counted once in the lineage.
     assert newest.metadata.completed_training_steps >= _EPOCHS
+
+
+def test_the_samplers_of_the_docs_draw(tmp_path: Path) -> None:
+    files = dict(_BLOCK.findall((ROOT / "docs" / "samplers.md").read_text()))
+    command = [sys.executable, "-W", "ignore", "-c", files["samplers.py"]]
+    drawn = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert drawn.returncode == 0, drawn.stderr
+    *draws, compatibility = map(ast.literal_eval, drawn.stdout.splitlines())
+    assert [[len(draw) for draw in two] for two in draws] == [[1, 1], [4, 4], [4, 4]]
+    assert {"num_workers", "batch_size", "drop_last", "length", "fingerprint", "sampler"} <= set(compatibility)
 
 
 def _dies_at_the_50th(write):  # type: ignore[no-untyped-def]  # its source runs in the driver's process
