@@ -7,6 +7,7 @@ import os
 import select
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ def outcome(task: str, directory: Path) -> dict[str, Any]:
         return {"error": type(error).__name__, "operation": getattr(error, "operation", ""), "text": str(error)}
 
 
+def until_it_waits(pid: int) -> None:
+    """A child that is traced before it waits would be killed at a call that is not the task's."""
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        assert time.monotonic() < deadline, f"child {pid} does not come to wait"
+        os.sched_yield()
+
+
 def main() -> None:
     # One CPU: no thread pools, so that counting calls per thread counts them all.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -71,6 +80,7 @@ def main() -> None:
             os._exit(0)
         os.close(go_read)
         os.close(result_write)
+        until_it_waits(pid)
         print(json.dumps({"pid": pid}), flush=True)
         sys.stdin.readline()
         os.write(go_write, b"g")
