@@ -164,7 +164,8 @@ class _Execution:
         """Completions settled between two positions with one of `outcomes`."""
         for event in self.events[start:end]:
             if event["event"] == "settle" and event["outcome"] in outcomes:
-                yield from self.issues[event["group"]].completions(event["mask"])
+                for group, mask in event["rows"]:
+                    yield from self.issues[group].completions(mask)
 
 
 def audit(run: Path) -> RunReport:

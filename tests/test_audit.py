@@ -41,7 +41,7 @@ class Story:
 
     def settle(self, *keys: str, outcome: str = "trained", mask: int = 3) -> Story:
         for key in keys:
-            self.add("settle", group=self.groups[key], mask=mask, outcome=outcome, reason="", step=self.at_step)
+            self.add("settle", rows=[(self.groups[key], mask)], outcome=outcome, reason="", step=self.at_step)
         return self
 
     def commit(self, *keys: str, reward: float | None = 1.0, safe: int = 0) -> Story:
@@ -313,7 +313,7 @@ def test_a_torn_last_line_is_as_if_it_had_not_been_written(tmp_path):
     [
         pytest.param([], id="none"),
         pytest.param([Story(2, "unknown")], id="a checkpoint that nobody published"),
-        pytest.param([Story(1).add("settle", group=9, mask=1, outcome="trained")], id="an unknown group"),
+        pytest.param([Story(1).add("settle", rows=[(9, 1)], outcome="trained")], id="an unknown group"),
     ],
 )
 def test_journals_that_do_not_fit_together_are_refused(tmp_path, stories):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from cosmos_ctrl.core.commands import CommandLog, CompletionReport, Train
 from cosmos_ctrl.core.errors import MalformedError, MessageTooLargeError, NotAllowedError, WindowFullError
@@ -171,9 +172,8 @@ class Admission:
 
     def _check_rows(self, rows: RolloutRows) -> None:
         first, following = self._issued()
-        words = rows.words or [0] * len(rows.groups)
-        for group, lease, word, mask in zip(rows.groups, rows.leases, words, rows.masks, strict=True):
-            self._rollouts.check_row(group, lease, word, mask, following, first)
+        words = rows.words or repeat(0)
+        self._rollouts.check_rows(zip(rows.groups, rows.leases, words, rows.masks), following, first)  # noqa: B905
         if rows.outcome == "completed" and rows.groups and self._policy.announces_weights:
             oldest, newest = self._versions()
             if min(rows.lowest_versions) < oldest or max(rows.highest_versions) > newest:
@@ -184,32 +184,34 @@ class Admission:
 
     def _apply_rows(self, worker: Incarnation, number: int, block: int, rows: RolloutRows) -> None:
         at = 0
-        words = rows.words or [0] * len(rows.groups)
+        words = rows.words or (0,) * len(rows.groups)
         for row, (group, lease, word, bits) in enumerate(zip(rows.groups, rows.leases, words, rows.masks, strict=True)):
-            count = bits.bit_count()
+            end = at + bits.bit_count()
             reason: Refusal | None = self._rollouts.refuses(group, lease, worker)
             accepted = 0
             if reason is None:
                 # Only now: the word of a retired group was not checked, and may be anything.
-                mask = bits << 64 * word
-                accepted = self._apply_row(worker, rows, row, group, mask, slice(at, at + count)) >> 64 * word
+                mask = bits << 64 * word if word else bits
+                accepted = self._apply_row(worker, rows, row, group, mask, at, end) >> 64 * word
                 reason = "ALREADY_REPORTED"
             if accepted != bits:
                 worker.log.notify(RowRefused(number, block, row, reason, group, word, bits ^ accepted))
-            at += count
+            at = end
 
-    def _apply_row(self, worker: Incarnation, rows: RolloutRows, row: int, group: int, mask: int, part: slice) -> int:
+    def _apply_row(
+        self, worker: Incarnation, rows: RolloutRows, row: int, group: int, mask: int, start: int, end: int
+    ) -> int:
         if rows.outcome == "completed":
             segment = Segment(
-                reported=mask,
-                held=0,
-                rewards=rows.rewards[part],
-                lowest_version=rows.lowest_versions[row],
-                highest_version=rows.highest_versions[row],
-                producer=worker,
-                codec=rows.codec,
-                payloads=rows.payloads[part] if rows.payloads else (),
-                handles=rows.handles[part] if rows.handles else (),
+                mask,
+                0,
+                rows.rewards[start:end],
+                rows.lowest_versions[row],
+                rows.highest_versions[row],
+                worker,
+                rows.codec,
+                rows.payloads[start:end],
+                rows.handles[start:end],
             )
             return self._rollouts.complete(group, mask, segment)
         if rows.outcome == "discarded":

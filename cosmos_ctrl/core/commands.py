@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cosmos_ctrl.core.errors import (
     ArtifactForeignError,
@@ -33,8 +33,7 @@ _KEPT_COMMANDS = 8
 SaveState = Literal["PENDING", "PUBLISHING", "COMMITTED", "ABANDONED"]
 
 
-@dataclass(frozen=True, slots=True)
-class DisposedRow:
+class DisposedRow(NamedTuple):
     """What the leader says a command did with completions of one group."""
 
     group: int
@@ -291,16 +290,17 @@ class CommandLog:
 
 def _check_cover(command: Train, report: CompletionReport) -> None:
     due = dict(command.rows)
-    for row in report.rows:
-        if row.mask <= 0 or row.mask & ~due.get(row.group, 0):
+    for group, mask, disposition, reason in report.rows:
+        left = due.get(group, 0)
+        if mask <= 0 or mask & ~left:
             raise MalformedError(
-                what=f"completions {row.mask:#x} of group {row.group} are named twice or are not in command {command.number}"
+                what=f"completions {mask:#x} of group {group} are named twice or are not in command {command.number}"
             )
-        if (row.disposition == "discarded") != bool(row.reason):
+        if (disposition == "discarded") != bool(reason):
             raise MalformedError(what="a reason is due for what is discarded, and only for that")
-        due[row.group] &= ~row.mask
-    left = [group for group, mask in due.items() if mask]
-    if left:
+        due[group] = left ^ mask
+    missing = [group for group, mask in due.items() if mask]
+    if missing:
         raise MalformedError(
-            what=f"the leader's report of command {command.number} leaves out completions of groups {left[:8]}"
+            what=f"the leader's report of command {command.number} leaves out completions of groups {missing[:8]}"
         )

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cosmos_ctrl.core.admission import Admission, Batch, WeightAnnouncement
@@ -166,7 +166,7 @@ class Controller:
             self.rollouts,
             self.lifecycle,
             oldest_version=restored_steps,
-            on_recorded=lambda group, mask: self._settled(group, mask, "recorded", ""),
+            on_recorded=lambda group, mask: self._settled(((group, mask),), "recorded", ""),
         )
         self.training = Training(
             policy,
@@ -469,12 +469,9 @@ class Controller:
             self.doubt_record(replay.doubt)
         self.leasing.replay(replay.draws)
 
-    def _settled(self, group: int, mask: int, outcome: str, reason: str) -> None:
-        newly = self.ledger.settle_mask(group, mask)
-        self._settled_counts[outcome] += newly.bit_count()
-        self.lifecycle.record(
-            "settle", group=group, mask=newly, outcome=outcome, reason=reason, step=self.commands.steps
-        )
+    def _settled(self, rows: Sequence[tuple[int, int]], outcome: str, reason: str) -> None:
+        self._settled_counts[outcome] += self.ledger.settle_rows(rows)
+        self.lifecycle.record("settle", rows=rows, outcome=outcome, reason=reason, step=self.commands.steps)
 
     def _announce(self, worker: Incarnation, announcement: WeightAnnouncement) -> None:
         if worker.place == self.commands.leader:

@@ -215,6 +215,8 @@ class Workers:
         self._ttl, self._clock, self._new_id = session_ttl_s, clock, new_id
         self._by_place: dict[Place, Incarnation] = {}
         self._by_session: dict[str, Incarnation] = {}
+        self.departures = 0
+        """How often a worker's session was closed, or a worker reported its end."""
         self._retired: dict[str, Place] = {}
 
     def __iter__(self) -> Iterator[Incarnation]:
@@ -267,6 +269,7 @@ class Workers:
     def end(self, worker: Incarnation) -> None:
         """`worker` has reported its end; with the last rank of its replica the replica has ended."""
         worker.ended = True
+        self.departures += 1
         place = worker.place
         mine = (place.role, place.group, place.replica)
         ranks = [w for w in self if w.ended and (w.place.role, w.place.group, w.place.replica) == mine]
@@ -276,6 +279,7 @@ class Workers:
 
     def lapse(self, worker: Incarnation) -> None:
         """Close the worker's session."""
+        self.departures += 1
         self._by_session.pop(worker.session, None)
         worker.session = ""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Literal
 
 from cosmos_ctrl.core.errors import UnknownWorkError
@@ -31,8 +32,8 @@ from cosmos_ctrl.core.groups import (
 from cosmos_ctrl.core.policy import RunPolicy
 from cosmos_ctrl.core.sampling import Draw
 
-#: Tells the controller that completions settled: group, mask, "trained" or "discarded", reason.
-Settle = Callable[[int, int, Literal["trained", "discarded"], str], None]
+#: Tells the controller that completions settled: rows of (group, mask), "trained" or "discarded", reason.
+Settle = Callable[[Sequence[tuple[int, int]], Literal["trained", "discarded"], str], None]
 
 
 class Rollouts:
@@ -157,17 +158,19 @@ class Rollouts:
 
     # -- reports
 
-    def check_row(self, token: int, lease: int, word: int, bits: int, next_token: int, first_token: int) -> None:
-        """Raises UnknownWorkError for a group, lease or completion that was never given."""
-        if not first_token <= token < next_token:
-            raise UnknownWorkError(what=f"group {token}")
-        if not 0 < lease <= self._last_lease:
-            raise UnknownWorkError(what=f"lease {lease}")
-        group = self._groups.get(token)
-        if group is not None and 64 * word + bits.bit_length() > group.size:
-            raise UnknownWorkError(
-                what=f"completions {bits:#x} of word {word} of group {token}, which has {group.size}"
-            )
+    def check_rows(self, rows: Iterable[tuple[int, int, int, int]], next_token: int, first_token: int) -> None:
+        """Raises UnknownWorkError for a row of (group, lease, word, bits) whose group, lease or completions were never given."""
+        groups, last_lease = self._groups, self._last_lease
+        for token, lease, word, bits in rows:
+            if not first_token <= token < next_token:
+                raise UnknownWorkError(what=f"group {token}")
+            if not 0 < lease <= last_lease:
+                raise UnknownWorkError(what=f"lease {lease}")
+            group = groups.get(token)
+            if group is not None and 64 * word + bits.bit_length() > group.size:
+                raise UnknownWorkError(
+                    what=f"completions {bits:#x} of word {word} of group {token}, which has {group.size}"
+                )
 
     def refuses(self, token: int, lease: int, worker: Incarnation) -> Refusal | None:
         """Why a whole row is refused by itself; None if it is not."""
@@ -176,10 +179,10 @@ class Rollouts:
             return "RETIRED"
         if worker.replica_ended:
             return "ENDED"
-        if group.lease != lease or group.holder is not worker or not group.leased:
-            self.lease_lost += 1
-            return "LEASE_LOST"
-        return None
+        if group.lease == lease and group.holder is worker and group.leased:
+            return None
+        self.lease_lost += 1
+        return "LEASE_LOST"
 
     def complete(self, token: int, mask: int, segment: Segment) -> int:
         """Accept generated completions; returns those of `mask` that were leased, the rest is refused."""
@@ -188,10 +191,12 @@ class Rollouts:
         if accepted:
             segment.held = accepted
             group.segments.append(segment)
-            self.buffered_bytes += sum(map(len, segment.payloads))
+            if segment.payloads:
+                self.buffered_bytes += sum(map(len, segment.payloads))
             group.leased ^= accepted
             group.ready |= accepted
-            self._settle_lease(group)
+            if not group.leased:
+                self._settle_lease(group)
         return accepted
 
     def discard(self, token: int, mask: int, reason: str) -> int:
@@ -250,7 +255,7 @@ class Rollouts:
     def take(self, most: int) -> list[tuple[int, int]]:
         """Move up to `most` ready groups, first ready first, into a command; returns rows of (group, mask)."""
         rows = []
-        for token in list(self._ready)[:most]:
+        for token in list(islice(self._ready, most)):
             group = self._groups[token]
             del self._ready[token]
             group.training, group.ready = group.ready, 0
@@ -286,27 +291,40 @@ class Rollouts:
                 )
         return sorted(found, key=lambda payload: payload.completion)
 
-    def reward_sum(self, token: int, mask: int) -> float:
-        """Sum of the rewards of a command's row."""
+    def reward_sum(self, rows: Iterable[tuple[int, int]]) -> float:
+        """Sum of the rewards of a command's rows of (group, mask)."""
         total = 0.0
-        for segment in self._groups[token].segments:
-            if segment.held & mask == segment.reported:
-                total += sum(segment.rewards)
-            else:
+        for token, mask in rows:
+            for segment in self._groups[token].segments:
                 bits = segment.held & mask
+                if bits == segment.reported:
+                    total += sum(segment.rewards)
+                    continue
                 while bits:
                     total += segment.rewards[segment.position((bits & -bits).bit_length() - 1)]
                     bits &= bits - 1
         return total
 
-    def dispose(self, token: int, mask: int, disposition: Disposition, reason: str) -> None:
-        """What a committed command did with completions of it."""
-        group = self._groups[token]
-        group.training &= ~mask
-        if disposition == "trained":
-            group.trained += mask.bit_count()
-            self._settle_part(group, mask, "trained", "")
-        elif disposition == "discarded":
+    def dispose(self, rows: Iterable[tuple[int, int, Disposition, str]]) -> None:
+        """What a committed command did with its completions: rows of group, mask, what, and why."""
+        trained, groups = [], []
+        for token, mask, disposition, reason in rows:
+            group = self._groups[token]
+            group.training &= ~mask
+            if disposition == "trained":
+                group.trained += mask.bit_count()
+                trained.append((token, mask))
+                groups.append(group)
+            else:
+                self._dispose_otherwise(group, mask, disposition, reason)
+        if trained:
+            self._settle(trained, "trained", "")
+        for group, (_, mask) in zip(groups, trained, strict=True):
+            self._let_go(group, mask)
+
+    def _dispose_otherwise(self, group: Group, mask: int, disposition: Disposition, reason: str) -> None:
+        token = group.id
+        if disposition == "discarded":
             self._free(group, mask)
             self._settle_part(group, mask, "discarded", reason)
         elif disposition == "returned":
@@ -365,16 +383,25 @@ class Rollouts:
     def _settle_part(self, group: Group, mask: int, outcome: Literal["trained", "discarded"], reason: str) -> None:
         if not mask:
             return
-        self._settle(group.id, mask, outcome, reason)
-        self._release(group, mask)
-        if not group.unsettled:
-            del self._groups[group.id]
+        self._settle(((group.id, mask),), outcome, reason)
+        self._let_go(group, mask)
+
+    def _let_go(self, group: Group, mask: int) -> None:
+        """After completions settled: let go of what was reported for them, and of the group with its last ones."""
+        if group.pending | group.leased | group.ready | group.training:
+            self._release(group, mask)
+        elif self._groups.pop(group.id, None) is not None:  # several rows of a group may be its last
+            for segment in group.segments:
+                if segment.payloads:
+                    self.buffered_bytes -= sum(map(len, segment.payloads))
 
     def _release(self, group: Group, mask: int) -> None:
         """Let go of what was reported for completions of `mask`."""
+        kept = []
         for segment in group.segments:
             segment.held &= ~mask
-        gone = [segment for segment in group.segments if not segment.held]
-        if gone:
-            self.buffered_bytes -= sum(len(payload) for segment in gone for payload in segment.payloads)
-            group.segments = [segment for segment in group.segments if segment.held]
+            if segment.held:
+                kept.append(segment)
+            elif segment.payloads:
+                self.buffered_bytes -= sum(map(len, segment.payloads))
+        group.segments = kept

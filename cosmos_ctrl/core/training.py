@@ -178,13 +178,12 @@ class Training:
     def commit(self, command: Train) -> None:
         """Every required rank has completed `command`: settle what the leader named, and save where it is due."""
         rows = command.reports[self._log.leader].rows
-        trained = [row for row in rows if row.disposition == "trained"]
-        count = sum(row.mask.bit_count() for row in trained)
+        trained = [(group, mask) for group, mask, disposition, _ in rows if disposition == "trained"]
+        count = sum(mask.bit_count() for _, mask in trained)
         if count:
-            self.mean_reward = sum(self._rollouts.reward_sum(row.group, row.mask) for row in trained) / count
+            self.mean_reward = self._rollouts.reward_sum(trained) / count
         results = self._results(rows) if self._on_feedback else []
-        for row in rows:
-            self._rollouts.dispose(row.group, row.mask, row.disposition, row.reason)
+        self._rollouts.dispose(rows)
         if self._on_feedback:
             self._tell(self._on_feedback, results)
         self._lifecycle.record(

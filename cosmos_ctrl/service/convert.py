@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import repeat
 
 from google.protobuf import duration_pb2
 
@@ -92,16 +93,17 @@ def _rows_from_message(message: reports_pb2.RolloutRows) -> RolloutRows:
     return RolloutRows(
         outcome=outcome,
         reason=message.reason,
-        groups=message.groups,
-        leases=message.leases,
-        words=message.words,
-        masks=message.masks,
-        lowest_versions=message.lowest_versions,
-        highest_versions=message.highest_versions,
-        rewards=message.rewards,
+        # Tuples: each column is gone through several times, and parts of it are kept.
+        groups=tuple(message.groups),
+        leases=tuple(message.leases),
+        words=tuple(message.words),
+        masks=tuple(message.masks),
+        lowest_versions=tuple(message.lowest_versions),
+        highest_versions=tuple(message.highest_versions),
+        rewards=tuple(message.rewards),
         codec=message.payload_codec,
-        payloads=message.payloads,
-        handles=message.handles,
+        payloads=tuple(message.payloads),
+        handles=tuple(message.handles),
     )
 
 
@@ -111,15 +113,13 @@ def _report_from_message(message: reports_pb2.CompletionReport) -> CompletionRep
         disposition = _DISPOSITIONS.get(block.disposition)
         if disposition is None:
             raise MalformedError(what=f"disposition {block.disposition}")
-        words: Sequence[int] = block.words or [0] * len(block.groups)
-        if not len(block.groups) == len(words) == len(block.masks):
+        words: Sequence[int] = block.words
+        if len(block.groups) != len(block.masks) or (words and len(words) != len(block.groups)):
             raise MalformedError(what=f"{len(words)} words and {len(block.masks)} masks for {len(block.groups)} groups")
         if max(words, default=0) >= _MOST_WORDS:
             raise MalformedError(what=f"word {max(words)}, at most {_MOST_WORDS - 1}")
-        rows += [
-            DisposedRow(group, mask << 64 * word, disposition, block.reason)
-            for group, word, mask in zip(block.groups, words, block.masks, strict=True)
-        ]
+        masks = map(int.__lshift__, block.masks, (64 * word for word in words)) if words else block.masks
+        rows += map(DisposedRow, block.groups, masks, repeat(disposition), repeat(block.reason))
     return CompletionReport(
         command=message.command,
         step=message.completed_training_step,

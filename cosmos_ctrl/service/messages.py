@@ -29,6 +29,11 @@ def to_words(rows: Iterable[tuple[int, int]]) -> tuple[list[int], list[int], lis
     """Rows of (group, mask) as columns of group, word and 64-bit mask; words are empty when all are 0."""
     groups, words, masks = [], [], []
     for group, mask in rows:
+        if 0 < mask <= _WORD:
+            groups.append(group)
+            words.append(0)
+            masks.append(mask)
+            continue
         word = 0
         while mask:
             if mask & _WORD:
@@ -98,16 +103,12 @@ def lease_to_message(lease: Lease) -> controller_service_pb2.LeasedGroup:
 
 def train_to_message(command: Train, dp_size: int) -> controller_service_pb2.TrainCommand:
     """A TRAIN command with the share of every row."""
-    message = controller_service_pb2.TrainCommand(step=command.step)
-    for index, row in enumerate(command.rows):
-        groups, words, masks = to_words([row])
-        message.groups.extend(groups)
-        message.words.extend(words or [0] * len(groups))
-        message.masks.extend(masks)
-        message.dp_ranks.extend([index % dp_size] * len(groups))
-    if not any(message.words):
-        del message.words[:]
-    return message
+    groups, words, masks = to_words(command.rows)
+    share = {group: index % dp_size for index, (group, _) in enumerate(command.rows)}
+    dp_ranks = map(share.__getitem__, groups)
+    return controller_service_pb2.TrainCommand(
+        step=command.step, groups=groups, words=words, masks=masks, dp_ranks=dp_ranks
+    )
 
 
 def save_metadata(save: Save, owner: SamplingOwner) -> ControllerResumeMetadata:

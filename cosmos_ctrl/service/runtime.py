@@ -1,6 +1,7 @@
 """The core in a running process: its effects performed, its clock ticked, its waiters woken.
 
 * The core is touched from the event loop only; disk work runs in a thread, one publication at a time.
+* After every change, who waits in a line is served until nobody there can be given anything.
 * An execution that has failed begins no publication. Before one, and again after the manifest is visible and before anyone
   is told, the claims are read: a superseded controller acknowledges nothing, and ends.
 """
@@ -27,7 +28,7 @@ from cosmos_ctrl.core.errors import ControlError, StorageUnavailableError
 from cosmos_ctrl.core.replay import Doubt
 from cosmos_ctrl.core.resume import SamplingOwner
 from cosmos_ctrl.service.messages import save_metadata
-from cosmos_ctrl.service.watch import Revisions
+from cosmos_ctrl.service.watch import Line, Revisions
 
 _log = logging.getLogger(__name__)
 
@@ -64,32 +65,48 @@ class Runtime:
         """`store` is the run's; None for legacy, which publishes nothing."""
         self.controller, self.info, self.store = controller, info, store
         self.revisions = Revisions()
+        self.leases, self.commands, self.confirmations, self.saves = Line(), Line(), Line(), Line(shared=False)
+        """Calls that wait, by what they wait for; each waits for a save of its own."""
+        self._served = self._departures = 0
         self.superseded = False
         self.damage_recorded = False
         self._publishing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for something."""
+        return sum(map(len, (self.leases, self.commands, self.confirmations, self.saves, self.revisions)))
+
     def settle(self) -> None:
-        """After an event: start its effects and wake who waits."""
+        """After an event: serve who waits, start the effects, and wake who watches."""
+        lifecycle, workers = self.controller.lifecycle, self.controller.workers
+        while self._served != lifecycle.revision:
+            self._served = lifecycle.revision
+            # Who left waits for nothing any more, wherever in the line it stands.
+            everyone, self._departures = workers.departures != self._departures, workers.departures
+            for line in (self.confirmations, self.commands, self.saves, self.leases):
+                line.serve(everyone=everyone)
         for effect in self.controller.take_effects():
             task = asyncio.create_task(self._perform(effect))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        self.revisions.publish(self.controller.lifecycle.revision)
+        self.revisions.publish(lifecycle.revision)
 
-    async def until(self, attempt: Callable[[bool], T | None], wait_s: float) -> T | None:
-        """`attempt(last_call)` now and after every change, until it gives something or `wait_s` has passed."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_s
-        while True:
-            left = deadline - loop.time()
-            try:
-                result = attempt(left <= 0)
-            finally:
-                self.settle()
-            if result is not None or left <= 0:
-                return result
-            await self.revisions.beyond(self.revisions.current, left)
+    async def until(self, line: Line, attempt: Callable[[bool], T | None], wait_s: float) -> T | None:
+        """`attempt(last_call)` now, in turn as `line` is served, and when `wait_s` has passed: until it gives something."""
+        try:
+            result = attempt(wait_s <= 0)
+        finally:
+            self.settle()
+        if result is None and wait_s > 0:
+            result = await line.wait(lambda: attempt(False), wait_s)
+            if result is None:
+                try:
+                    return attempt(True)
+                finally:
+                    self.settle()
+        return result
 
     async def tick_forever(self, interval_s: float) -> None:
         """Let time pass for the core. While this process itself stood still (stopped, or its machine suspended) it could hear

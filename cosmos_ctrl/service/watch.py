@@ -1,12 +1,16 @@
 """Waking who waits: levels, not edges.
 
-* A waiter names the revision it has seen and is woken by any later one; it then looks at the state, not at a message.
-* One future per waiter and nothing queued: a slow waiter skips revisions and never misses the last.
+* A watcher names the revision it has seen and is woken by any later one; it then looks at the state, not at a message.
+* One future per watcher and nothing queued: a slow one skips revisions and never misses the last.
+* Calls that wait for the same thing stand in a line, and the first is tried until it finds nothing: then nobody would. So a change
+  costs what it gives, not what waits.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 
 class Revisions:
@@ -15,6 +19,10 @@ class Revisions:
     def __init__(self) -> None:
         self.current = 0
         self._waiters: set[asyncio.Future[None]] = set()
+
+    def __len__(self) -> int:
+        """Who waits."""
+        return len(self._waiters)
 
     def publish(self, revision: int) -> None:
         """The state is now at `revision`; wakes everyone when that is new."""
@@ -38,3 +46,48 @@ class Revisions:
         finally:
             self._waiters.discard(waiter)
         return bool(woken)
+
+
+class Line:
+    """Calls that wait, first come, first served."""
+
+    def __init__(self, *, shared: bool = True) -> None:
+        """`shared`: what the first finds nothing of, nobody finds."""
+        self._shared = shared
+        self._waiting: dict[asyncio.Future[Any], Callable[[], Any]] = {}
+
+    def __len__(self) -> int:
+        """Who waits."""
+        return len(self._waiting)
+
+    async def wait(self, attempt: Callable[[], Any], timeout_s: float) -> Any:
+        """What `attempt` gives, once it gives something; None after `timeout_s`. What it raises is raised here."""
+        turn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = attempt
+        try:
+            await asyncio.wait([turn], timeout=timeout_s)
+            return turn.result() if turn.done() else None
+        finally:
+            self._waiting.pop(turn, None)
+            if turn.done():
+                turn.exception()  # it was looked at, also when this call is cancelled meanwhile
+
+    def serve(self, *, everyone: bool) -> None:
+        """Try the first, and the next as long as something is found; or everyone, where it matters who asks."""
+        everyone = everyone or not self._shared
+        for turn, attempt in list(self._waiting.items()) if everyone else iter(self._first, None):
+            try:
+                found = attempt()
+            except Exception as error:  # whatever it is, it is that call's
+                turn.set_exception(error)
+            else:
+                if found is not None:
+                    turn.set_result(found)
+                elif not everyone:
+                    return
+                else:
+                    continue
+            del self._waiting[turn]
+
+    def _first(self) -> tuple[asyncio.Future[Any], Callable[[], Any]] | None:
+        return next(iter(self._waiting.items()), None)

@@ -303,9 +303,10 @@ class House:
 
     def settled(self, outcome: str | None = None) -> int:
         return sum(
-            values["mask"].bit_count()
+            mask.bit_count()
             for event, values in self.events
             if event == "settle" and outcome in (None, values["outcome"])
+            for _, mask in values["rows"]
         )
 
     def reasons(self) -> list[str]:

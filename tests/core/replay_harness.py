@@ -100,9 +100,10 @@ def replay_of(house: House) -> Replay:
 def recorded(house: House) -> list[tuple[int, int]]:
     """What an execution did not generate again: (group, mask)."""
     return [
-        (values["group"], values["mask"])
+        row
         for event, values in house.events
         if event == "settle" and values["outcome"] == "recorded"
+        for row in values["rows"]
     ]
 
 

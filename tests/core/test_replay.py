@@ -578,7 +578,11 @@ def test_what_is_spared_is_in_the_statistics_and_in_the_journal_from_the_start()
     )
     assert (statistics.window_draws, statistics.window_completions) == (4, 8)
     assert (statistics.groups_pending, statistics.blocking_group) == (2, first)
-    events = [(event, values["group"]) for event, values in second.events if event in ("issue", "settle")]
+    events = [
+        (event, values["group"] if event == "issue" else values["rows"][0][0])
+        for event, values in second.events
+        if event in ("issue", "settle")
+    ]
     assert events == [
         ("issue", first),
         ("issue", first + 1),

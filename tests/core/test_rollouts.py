@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -54,8 +55,11 @@ class Table:
     def __init__(self, *sizes: int, **policy: Any) -> None:
         self.clock = Clock()
         self.settled: list[tuple[int, int, str, str]] = []
-        self.rollouts = Rollouts(make_policy(**policy), lambda *row: self.settled.append(row), self.clock)
+        self.rollouts = Rollouts(make_policy(**policy), self.on_settle, self.clock)
         self.rollouts.add(range(1, len(sizes) + 1), draw(*sizes))
+
+    def on_settle(self, rows: Sequence[tuple[int, int]], outcome: str, reason: str) -> None:
+        self.settled += [(token, mask, outcome, reason) for token, mask in rows]
 
     def group(self, token: int) -> Group:
         group = self.rollouts.group(token)
@@ -101,7 +105,11 @@ class RolloutsMachine(RuleBasedStateMachine):
         self.accepted: Counter[tuple[str, int, int]] = Counter()
         self.trained: Counter[tuple[str, int, int]] = Counter()
 
-    def on_settle(self, token: int, mask: int, outcome: str, reason: str) -> None:
+    def on_settle(self, rows: Sequence[tuple[int, int]], outcome: str, reason: str) -> None:
+        for token, mask in rows:
+            self.on_settled(token, mask, outcome, reason)
+
+    def on_settled(self, token: int, mask: int, outcome: str, reason: str) -> None:
         assert mask
         assert (outcome == "discarded") == bool(reason)
         for bit in self.bits(mask):
@@ -249,7 +257,7 @@ class RolloutsMachine(RuleBasedStateMachine):
         for token, mask, disposition in data.draw(st.permutations(parts)):
             bit = mask.bit_length() - 1
             self.where[token, bit] = {"returned": "ready", "payload_lost": "pending"}.get(disposition, "training")
-            self.rollouts.dispose(token, mask, disposition, "rejected" if disposition == "discarded" else "")
+            self.rollouts.dispose([(token, mask, disposition, "rejected" if disposition == "discarded" else "")])
             if disposition == "trained" and (token, bit) in self.owner:
                 self.trained[self.owner[token, bit], token, bit] += 1
         self.rows = []
@@ -386,7 +394,7 @@ def test_what_was_never_given_is_unknown(token: int, lease: int, word: int, bits
     table = Table(2, 2)
     table.lease(worker())
     with pytest.raises(UnknownWorkError):
-        table.rollouts.check_row(token, lease, word, bits, 3, 1)
+        table.rollouts.check_rows([(token, lease, word, bits)], 3, 1)
 
 
 def test_leases_have_deadlines_and_holders_are_told() -> None:
@@ -478,8 +486,8 @@ def test_groups_of_more_than_64_completions() -> None:
     payloads = table.rollouts.payloads(token, mask)
     assert [p.completion for p in payloads] == list(range(150))
     assert [p.payload for p in payloads] == [f"payload-{i}".encode() for i in range(150)]
-    assert table.rollouts.reward_sum(token, mask) == sum(range(150))
-    table.rollouts.dispose(1, mask, "trained", "")
+    assert table.rollouts.reward_sum([(token, mask)]) == sum(range(150))
+    table.rollouts.dispose([(1, mask, "trained", "")])
     assert table.rollouts.buffered_bytes == 0
 
 
@@ -504,8 +512,8 @@ def test_what_was_trained_counts_toward_the_minimum() -> None:
     first = worker()
     table.finish(table.lease(first)[0], first)
     table.rollouts.take(1)
-    table.rollouts.dispose(1, 0b011, "trained", "")
-    table.rollouts.dispose(1, 0b100, "payload_lost", "")
+    table.rollouts.dispose([(1, 0b011, "trained", "")])
+    table.rollouts.dispose([(1, 0b100, "payload_lost", "")])
     lease = table.lease(first)[0]
     assert lease.mask == 0b100
     table.finish(lease, first)
@@ -560,7 +568,7 @@ def test_every_disposition_goes_where_it_should_in_any_order(order: tuple[int, .
     ]
     for index in order:
         mask, disposition, reason = parts[index]
-        table.rollouts.dispose(1, mask, disposition, reason)
+        table.rollouts.dispose([(1, mask, disposition, reason)])
     group = table.group(1)
     assert (group.pending, group.leased, group.ready, group.training) == (0b1000, 0, 0b0100, 0)
     assert sorted(table.settled) == [(1, 0b0001, "trained", ""), (1, 0b0010, "discarded", "rejected")]
@@ -580,10 +588,10 @@ def test_buffered_bytes_return_to_zero() -> None:
         table.finish(lease, first)
     assert table.rollouts.buffered_bytes == 6 * len(b"payload-0")
     table.rollouts.take(3)
-    table.rollouts.dispose(1, 0b11, "trained", "")
-    table.rollouts.dispose(2, 0b11, "discarded", "rejected")
-    table.rollouts.dispose(3, 0b01, "payload_lost", "")
-    table.rollouts.dispose(3, 0b10, "trained", "")
+    table.rollouts.dispose([(1, 0b11, "trained", "")])
+    table.rollouts.dispose([(2, 0b11, "discarded", "rejected")])
+    table.rollouts.dispose([(3, 0b01, "payload_lost", "")])
+    table.rollouts.dispose([(3, 0b10, "trained", "")])
     assert table.rollouts.buffered_bytes == 0
     assert first.log.notices == [], "inline payloads are the controller's: nobody frees them"
 
@@ -594,8 +602,8 @@ def test_a_completion_that_was_reported_twice_is_rewarded_once() -> None:
     table.lease(first)
     table.rollouts.complete(1, 0b011, segment(0b011, first, rewards=[1.0, 2.0]))
     assert table.rollouts.complete(1, 0b110, segment(0b110, first, rewards=[100.0, 4.0])) == 0b100
-    assert table.rollouts.reward_sum(1, 0b111) == 7.0
-    assert table.rollouts.reward_sum(1, 0b100) == 4.0
+    assert table.rollouts.reward_sum([(1, 0b111)]) == 7.0
+    assert table.rollouts.reward_sum([(1, 0b100)]) == 4.0
 
 
 def test_a_completion_that_was_generated_again_is_rewarded_by_its_new_life() -> None:
@@ -604,9 +612,9 @@ def test_a_completion_that_was_generated_again_is_rewarded_by_its_new_life() -> 
     table.lease(first)
     table.rollouts.complete(1, 0b11, segment(0b11, first, rewards=[1.0, 100.0]))
     table.rollouts.take(1)
-    table.rollouts.dispose(1, 0b01, "returned", "")
-    table.rollouts.dispose(1, 0b10, "payload_lost", "")
+    table.rollouts.dispose([(1, 0b01, "returned", "")])
+    table.rollouts.dispose([(1, 0b10, "payload_lost", "")])
     table.lease(first)
     table.rollouts.complete(1, 0b10, segment(0b10, first, rewards=[2.0]))
     ((token, mask),) = table.rollouts.take(1)
-    assert table.rollouts.reward_sum(token, mask) == 3.0
+    assert table.rollouts.reward_sum([(token, mask)]) == 3.0

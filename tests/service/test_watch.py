@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 import pytest
 from service_harness import DEADLINE_S, completed, refusal, soon, until
 
-from cosmos_ctrl.service.watch import Revisions
+from cosmos_ctrl.service.watch import Line, Revisions
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 
 
@@ -156,3 +157,106 @@ async def test_the_state_counts_what_happened(houses):
     assert state.gap_age.seconds == 3
     assert not state.HasField("checkpoint")
     assert not state.HasField("end")
+
+
+class Shelf:
+    """Things that calls wait for; counts how often it is looked at."""
+
+    def __init__(self) -> None:
+        self.things: list[str] = []
+        self.looks = 0
+
+    def take(self) -> str | None:
+        self.looks += 1
+        return self.things.pop(0) if self.things else None
+
+
+def queue(line: Line, *attempts: Callable[[], object], wait_s: float = DEADLINE_S) -> list[asyncio.Task[object]]:
+    return [asyncio.create_task(line.wait(attempt, wait_s)) for attempt in attempts]
+
+
+async def test_a_change_costs_what_it_gives_and_not_what_waits():
+    line, shelf = Line(), Shelf()
+    waiting = queue(line, *[shelf.take] * 1000)
+    await asyncio.sleep(0)
+    assert len(line) == 1000
+    line.serve(everyone=False)
+    assert shelf.looks == 1
+    shelf.things = ["a", "b"]
+    line.serve(everyone=False)
+    assert shelf.looks == 4  # two were given something, the third found nothing
+    assert await soon(asyncio.gather(*waiting[:2])) == ["a", "b"]  # in the order in which they came
+    assert len(line) == 998
+    shelf.things = ["x"] * 998
+    line.serve(everyone=False)
+    assert await soon(asyncio.gather(*waiting[2:])) == ["x"] * 998
+    assert len(line) == 0
+
+
+async def test_what_an_attempt_raises_is_its_own_calls_and_the_next_is_served():
+    line, shelf = Line(), Shelf()
+
+    def fail() -> None:
+        raise KeyError("lost")
+
+    failing, served = queue(line, fail, shelf.take)
+    await asyncio.sleep(0)
+    shelf.things = ["a"]
+    line.serve(everyone=False)
+    with pytest.raises(KeyError, match="lost"):
+        await soon(failing)
+    assert await soon(served) == "a"
+
+
+async def test_everyone_is_tried_where_it_matters_who_asks():
+    gone, shared, own = Shelf(), Line(), Line(shared=False)
+    gone.things = ["gone"]
+    for line, everyone in ((shared, True), (own, False)):
+        gone.things, nothing = ["gone"], Shelf()
+        first, second = queue(line, nothing.take, gone.take)
+        await asyncio.sleep(0)
+        line.serve(everyone=everyone)
+        assert await soon(second) == "gone"
+        assert len(line) == 1
+        first.cancel()
+
+
+async def test_a_call_that_gives_up_leaves_the_line():
+    line, shelf = Line(), Shelf()
+    (timed,) = queue(line, shelf.take, wait_s=0.001)
+    assert await soon(timed) is None
+    (cancelled,) = queue(line, shelf.take)
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert len(line) == 0
+    shelf.things = ["a"]
+    line.serve(everyone=True)
+    assert shelf.looks == 0
+
+
+async def test_who_waits_for_prompts_is_not_asked_by_every_report(houses, monkeypatch):
+    house = await houses(ranks=1, max_outstanding_groups=4, groups_per_step=4)
+    (trainer,) = await house.trainers()
+    await trainer.announce(0)
+    busy = await house.rollout()
+    groups = (await busy.lease(4)).groups
+    idle = [await house.rollout(replica=replica) for replica in range(1, 51)]
+    waiting = [asyncio.create_task(worker.lease(1, wait=DEADLINE_S)) for worker in idle]
+    await house.until_waiting(len(idle))
+    looks, lease = 0, house.core.leasing.lease
+
+    def count(*args, **named):
+        nonlocal looks
+        looks += 1
+        return lease(*args, **named)
+
+    monkeypatch.setattr(house.core.leasing, "lease", count)
+    for group in groups[:3]:
+        await busy.submit(completed([group], version=0))
+    assert looks == 3  # one look a change, however many wait
+    monkeypatch.undo()
+    house.core.fail("the end")
+    house.runtime.settle()
+    assert all(isinstance(end, grpc.RpcError) for end in await soon(asyncio.gather(*waiting, return_exceptions=True)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -245,10 +245,11 @@ class World:
             assert self._heard == [self.due_feedback], "the sampler was not told what the step did"
             self._heard.clear()
 
-    def _on_settle(self, *, group: int, mask: int, outcome: str, reason: str, step: int) -> None:
-        if reason == "window_full":
-            self._check_given_up(group)
-        self.oracle.on_settle(group, mask, outcome, reason)
+    def _on_settle(self, *, rows: Sequence[tuple[int, int]], outcome: str, reason: str, step: int) -> None:
+        for group, mask in rows:
+            if reason == "window_full":
+                self._check_given_up(group)
+            self.oracle.on_settle(group, mask, outcome, reason)
         if self.controller is None:  # it is being made, and issues what an earlier one had drawn
             assert (outcome, step) == ("recorded", self.steps_before), (
                 f"{outcome} at step {step} before anything happened"
@@ -258,7 +259,8 @@ class World:
         self.oracle.check_ledger(ledger.cursor, ledger.snapshot())
         assert step == self.controller.commands.steps
         if outcome == "discarded":
-            self._check_reason(group, mask, reason)
+            for group, mask in rows:
+                self._check_reason(group, mask, reason)
 
     def _check_given_up(self, group: int) -> None:
         """A full window gives up its oldest group, when that is out with a worker, who is told."""
