@@ -160,8 +160,7 @@ class Leasing:
         if not self._drawn:
             self._make_room()
             self._drawn.append(ReplayedDraw(self._sample()))
-        self._make_room()  # this draw's state may be larger than the newest was
-        return self._issue()
+        return self._issue() or (self._make_room() and self._issue())  # its state may be larger than the newest was
 
     def _has_room(self) -> bool:
         return self._ledger.has_room(len(self._drawn[0].draw.after.encoded_state.data) if self._drawn else None)
@@ -176,9 +175,13 @@ class Leasing:
         done = self._ledger.next_token - oldest > rollouts.unsettled_groups - rollouts.ready_groups
         return oldest if done else None
 
-    def _make_room(self) -> None:
-        while not self._has_room() and (oldest := self._to_give_up()) is not None:
+    def _make_room(self) -> bool:
+        while not self._has_room():
+            oldest = self._to_give_up()
+            if oldest is None:
+                return False
             self._rollouts.give_up(oldest, "window_full")
+        return True
 
     def _issue(self) -> bool:
         """Issue the draw that waits first; whether there was room for it."""
