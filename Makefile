@@ -24,6 +24,7 @@ test: $(VENV)/.test $(STUBS_VENV)/.ready lint typecheck
 
 bench: $(VENV)/.test
 	$(VENV)/bin/python tests/benchmarks/bench_ledger.py
+	$(VENV)/bin/python tests/benchmarks/bench_reports.py
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .

@@ -96,7 +96,7 @@ class ControllerProcess:
             time.sleep(0.01)
         ready: dict[str, Any] = json.loads(self.ready_file.read_text())
         self.address, self.execution_id = ready["address"], ready["execution_id"]
-        self.channel = grpc.insecure_channel(self.address)
+        self.channel = grpc.insecure_channel(self.address, [("grpc.max_receive_message_length", 64 << 20)])
         self.stub = ControllerServiceStub(self.channel)
         return ready
 
@@ -159,7 +159,15 @@ def refused(call: Any) -> ControlError:
 class Worker:
     """One process life, by the stubs alone."""
 
-    def __init__(self, controller: ControllerProcess, role: pb.Role.ValueType, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self,
+        controller: ControllerProcess,
+        role: pb.Role.ValueType,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        replica: int = 0,
+    ) -> None:
         self.controller, self.stub, self.rank, self.role = controller, controller.stub, rank, role
         self.batches = self.requests = 0
         group = "policy" if role == pb.ROLE_TRAINER else "pool"
@@ -168,6 +176,7 @@ class Worker:
                 execution_id=controller.execution_id,
                 role=role,
                 group=group,
+                replica=replica,
                 rank=rank,
                 world_size=world,
                 incarnation=secrets.token_hex(16),

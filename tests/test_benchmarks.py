@@ -43,3 +43,41 @@ def test_both_ledgers_of_the_benchmark_come_to_the_same_boundary() -> None:
     simple, ours = bench.run_simple(back), bench.run_ledger(back, 1)
     assert simple.remaining == ours.remaining_completions
     assert simple.sampler_state == ours.sampler_state
+
+
+def test_the_reports_benchmark_prints_its_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    bench = load("bench_reports")
+    for name, small in {
+        "ROUNDS": 1,
+        "ROWS": 8,
+        "BATCHES": 2,
+        "STEP_GROUPS": 16,
+        "CLIENT_GROUPS": 16,
+        "SINGLE_GROUPS": 2,
+        "SINGLE_STEP_GROUPS": 4,
+        "HTTP_REPORTS": {"post": 16, "keepalive": 32, "batch256": 512},
+        "PAYLOADS": {"4 MiB": (4 << 20, 4)},
+        "PAYLOAD_ROUNDS": 1,
+        "PAYLOAD_STEP": 16 << 20,
+        "PAYLOAD_STEPS": 1,
+        "PAYLOAD_BUFFER": 16 << 20,
+        "CROWD_PROCESSES": 1,
+        "CROWD": 4,
+        "CROWD_SECONDS": 1,
+        "CROWD_GROUP": 1,
+        "CROWD_STEP_GROUPS": 20,
+    }.items():
+        assert hasattr(bench, name)
+        monkeypatch.setattr(bench, name, small)
+    bench.main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures.keys() >= {
+        *("batched_completions_per_s", "batched_p99_ms", "server_us_per_completion"),
+        *("ratio_http_post", "ratio_http_keepalive", "ratio_http_batch256"),
+        *("single_reports_per_s", "single_ratio_http_keepalive", "single_p99_ms"),
+        *("payload_ratio_to_bare_stream", "workers_1000_p99_ms", "workers_1000_cpu", "workers_1000_rss_mib"),
+    }
+    assert all(value > 0 for value in figures.values())
