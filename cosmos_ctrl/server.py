@@ -338,6 +338,8 @@ def _server(config: Config, servicer: ControllerServicer, health_servicer: Any) 
             # Without it a dead peer was found after a minute, whatever the keepalive timeout says.
             ("grpc.http2.ping_timeout_ms", 10_000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            # Probing for bandwidth costs pings that small messages pay for.
+            ("grpc.http2.bdp_probe", 0),
         ],
     )
     add_ControllerServiceServicer_to_server(servicer, server)

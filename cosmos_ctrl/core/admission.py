@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -83,7 +83,7 @@ class Batch:
     """One numbered batch of an incarnation."""
 
     number: int
-    digest: bytes
+    digest: Hashable
     """Of its content: tells a repeat from a conflict."""
     rollouts: tuple[RolloutRows, ...] = ()
     completions: tuple[CompletionReport, ...] = ()

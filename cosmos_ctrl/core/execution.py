@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -110,7 +110,7 @@ class BatchLog:
         self._max = max_unacknowledged
         self._acked = 0
         self._next_notice = 1
-        self._digests: dict[int, bytes] = {}
+        self._digests: dict[int, Hashable] = {}
 
     def confirm(self, acked_through: int, notices_through: int) -> None:
         """Forget what the client has seen; raises MalformedError for what was never applied or sent."""
@@ -122,7 +122,7 @@ class BatchLog:
         if self.notices and self.notices[0].number <= notices_through:
             self.notices = [notice for notice in self.notices if notice.number > notices_through]
 
-    def is_repeat(self, number: int, digest: bytes) -> bool:
+    def is_repeat(self, number: int, digest: Hashable) -> bool:
         """Whether batch `number` was applied before; raises unless it is a true repeat or the next one."""
         if number < 1:
             raise MalformedError(what="batch number 0")
@@ -145,7 +145,7 @@ class BatchLog:
         if len(self.notices) >= _MAX_NOTICES:
             raise WindowFullError(what="unconfirmed notices", limit=_MAX_NOTICES, found=len(self.notices) + 1)
 
-    def record(self, number: int, digest: bytes) -> None:
+    def record(self, number: int, digest: Hashable) -> None:
         """Batch `number` is applied."""
         self.applied = number
         self._digests[number] = digest

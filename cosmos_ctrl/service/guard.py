@@ -87,15 +87,21 @@ def _unary_stream(behaviour: Any) -> Any:
     return guarded
 
 
-def _stream_stream(behaviour: Any) -> Any:
-    async def decoded(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for request in requests:
-            yield _decoded(request)
+class _Checked:
+    """The context of a handler that reads and writes itself: what it reads is decoded."""
 
-    async def guarded(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.write = context.write
+
+    async def read(self) -> Any:
+        return _decoded(await self._context.read())
+
+
+def _stream_stream(behaviour: Any) -> Any:
+    async def guarded(requests: AsyncIterator[Any], context: Any) -> None:
         try:
-            async for response in behaviour(decoded(requests), context):
-                yield response
+            await behaviour(requests, _Checked(context))
         except Exception as error:
             await _abort(context, error)
 

@@ -155,29 +155,32 @@ def end_command_to_message(command: End) -> controller_service_pb2.EndCommand:
 
 def payload_messages(
     groups: Sequence[GroupPayloads], most_bytes: int
-) -> Iterator[list[controller_service_pb2.GroupPayloads]]:
-    """The groups in messages of about `most_bytes`; a group that is larger continues in the next. Empty once, if empty."""
-    chunk: list[controller_service_pb2.GroupPayloads] = []
+) -> Iterator[controller_service_pb2.FetchPayloadsResponse]:
+    """The groups in messages of about `most_bytes`, without a header; a group that is larger continues in the next. One, if empty.
+
+    Built in place: a message that is put into another is copied, payloads and all.
+    """
+    response = controller_service_pb2.FetchPayloadsResponse()
     size = 0
     for group in groups:
-        part = _group_message(group)
+        part = _add_group(response, group)
         size += len(part.prompt)
         for completion in group.completions:
             length = len(completion.payload or b"") + 64
-            if size + length > most_bytes and (chunk or part.completions):
-                if part.completions:
-                    chunk.append(part)
-                    part = _group_message(group)
-                yield chunk
-                chunk, size = [], len(part.prompt)
-            part.completions.append(_completion_message(completion))
+            if size + length > most_bytes and (len(response.groups) > 1 or part.completions):
+                if not part.completions:
+                    del response.groups[-1]
+                yield response
+                response = controller_service_pb2.FetchPayloadsResponse()
+                part = _add_group(response, group)
+                size = len(part.prompt)
+            _add_completion(part, completion)
             size += length
-        chunk.append(part)
-    yield chunk
+    yield response
 
 
-def _completion_message(completion: CompletionPayload) -> controller_service_pb2.CompletionPayload:
-    message = controller_service_pb2.CompletionPayload(
+def _add_completion(part: controller_service_pb2.GroupPayloads, completion: CompletionPayload) -> None:
+    message = part.completions.add(
         completion=completion.completion,
         reward=completion.reward,
         lowest_version=completion.lowest_version,
@@ -188,11 +191,12 @@ def _completion_message(completion: CompletionPayload) -> controller_service_pb2
         message.inline = completion.payload
     elif completion.handle is not None:
         message.handle = completion.handle
-    return message
 
 
-def _group_message(group: GroupPayloads) -> controller_service_pb2.GroupPayloads:
-    return controller_service_pb2.GroupPayloads(
+def _add_group(
+    response: controller_service_pb2.FetchPayloadsResponse, group: GroupPayloads
+) -> controller_service_pb2.GroupPayloads:
+    return response.groups.add(
         group=group.group,
         prompt_key=group.prompt.key,
         source=group.prompt.source,

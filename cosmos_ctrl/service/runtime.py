@@ -76,7 +76,8 @@ class Runtime:
     @property
     def waiting(self) -> int:
         """Calls that wait for something."""
-        return sum(map(len, (self.leases, self.commands, self.confirmations, self.saves, self.revisions)))
+        lines = (self.leases, self.commands, self.confirmations, self.saves)
+        return sum(len(line) for line in lines) + len(self.revisions)
 
     def settle(self) -> None:
         """After an event: serve who waits, start the effects, and wake who watches."""

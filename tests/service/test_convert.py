@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Iterator
 
 import pytest
 from google.protobuf import duration_pb2
@@ -281,6 +282,10 @@ def completion(index: int, payload: bytes | None = None, handle: str | None = No
     return CompletionPayload(index, index / 2, 1, 2, "raw" if payload is not None else "", payload, handle)
 
 
+def chunks_of(groups: list[GroupPayloads], most_bytes: int) -> Iterator[list]:
+    return (list(response.groups) for response in messages.payload_messages(groups, most_bytes))
+
+
 def reassembled(chunks) -> dict[int, list]:
     found: dict[int, list] = {}
     for chunk in chunks:
@@ -290,17 +295,17 @@ def reassembled(chunks) -> dict[int, list]:
 
 
 def test_an_empty_share_is_one_message_without_groups():
-    assert list(messages.payload_messages([], 100)) == [[]]
+    assert list(chunks_of([], 100)) == [[]]
 
 
 def test_a_group_without_completions_is_still_named():
-    (chunk,) = messages.payload_messages([GroupPayloads(1, Prompt("k"), ())], 100)
+    (chunk,) = chunks_of([GroupPayloads(1, Prompt("k"), ())], 100)
     assert [part.group for part in chunk] == [1]
 
 
 def test_absent_payload_empty_payload_and_handle_are_told_apart():
     group = GroupPayloads(1, Prompt("k"), (completion(0), completion(1, b""), completion(2, None, "")))
-    ((part,),) = messages.payload_messages([group], 1000)
+    ((part,),) = chunks_of([group], 1000)
     assert [c.WhichOneof("payload") for c in part.completions] == [None, "inline", "handle"]
 
 
@@ -308,7 +313,7 @@ def test_a_group_larger_than_a_message_goes_on_in_the_next():
     group = GroupPayloads(
         8, Prompt("key", "src", b"PP", "raw"), tuple(completion(i, bytes([i]) * 300) for i in range(10))
     )
-    chunks = list(messages.payload_messages([group], 1000))
+    chunks = list(chunks_of([group], 1000))
     assert len(chunks) >= 4
     for (part,) in chunks:
         assert part.completions
@@ -325,7 +330,7 @@ def test_chunks_hold_everything_once_in_order_and_stay_small(seed):
         payloads = [choice.randbytes(choice.choice([0, 1, 50, 400, 2500])) for _ in range(choice.randrange(5))]
         prompt = Prompt(f"k{number}", payload=choice.randbytes(choice.choice([0, 100, 1500])))
         groups.append(GroupPayloads(number, prompt, tuple(completion(i, data) for i, data in enumerate(payloads))))
-    chunks = list(messages.payload_messages(groups, 1000))
+    chunks = list(chunks_of(groups, 1000))
     assert chunks
     assert all(chunks) or chunks == [[]]
     back = reassembled(chunks)
