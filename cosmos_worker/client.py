@@ -5,8 +5,8 @@
 * The execution ID is pinned by the first registration and never refreshed: another ID in any answer is
   `StaleExecutionError`, and final. Identity is stamped on fresh messages; what the caller holds is not changed.
 * One incarnation for the life of the process: sessions come and go under it.
-* The first terminal error is recorded; every later call raises it. If the main thread does not come back to hear it, the
-  process is ended (`exits.Watchdog`).
+* The first terminal error is recorded, what was still to be said is let go of, and every later call raises it. If the main
+  thread does not come back to hear it, the process is ended (`exits.Watchdog`).
 * Every wait has a deadline from `ClientConfig`.
 """
 
@@ -58,6 +58,7 @@ class Connection:
         *,
         config: ClientConfig | None = None,
         on_notice: Callable[[Heard], None] | None = None,
+        on_over: Callable[[], None] | None = None,
         incarnation: str | None = None,
         exit_process: Callable[[int], object] = os._exit,
     ) -> None:
@@ -72,6 +73,7 @@ class Connection:
         """Whether the controller says that this rank speaks for all; known once registered."""
         self.finishing = False
         self.reports = ReportStream(self, on_notice or _ignore)
+        self._on_over = on_over
         self._pinned: str | None = None
         self._terminal: Exception | None = None
         self._watchdog = Watchdog(self.config.end_grace_s, str(place), exit_process)
@@ -285,6 +287,9 @@ class Connection:
             return
         self._terminal = error
         self._ended.set()
+        self.reports.drop()
+        if self._on_over is not None:
+            self._on_over()
         if not self.finishing:
             self._watchdog.arm(self._loop, error)
         _log.warning("%s: %s", self.place, error)

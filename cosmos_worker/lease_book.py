@@ -172,6 +172,12 @@ class LeaseBook:
                     self._drop(lease)
         self.on_change()
 
+    def cancel_all(self) -> None:
+        """Nobody wants anything of this process any more."""
+        with self._lock:
+            leases = list(self._held)
+        self.cancel(leases)
+
     def unfinished(self) -> list[LeasedGroup]:
         """Every lease that is not over."""
         with self._lock:

@@ -77,21 +77,37 @@ class Leasing:
         """Begin, once the session is open."""
         self._task = asyncio.ensure_future(self._run())
 
-    async def wait_ready(self) -> None:
+    async def wait_ready(self, most_s: float | None = None) -> bool:
         """Wait until a group may be popped, or there will be none any more.
+
+        Args:
+            most_s: do not wait longer; None: as configured.
+
+        Returns:
+            False: there was nothing in `most_s`.
 
         Raises:
             DeadlineError: the controller had no work for ``idle_total_s``, or groups were handed out and not reported.
         """
         config = self._connection.config
+        since, seen = time.monotonic(), (self.no_more, self.book.held)
+        end = None if most_s is None else since + most_s
         while not (self.book.has_waiting or self.exhausted):
+            if (self.no_more, self.book.held) != seen:
+                # Something was handed out, or is over. That the controller has nothing once more is no news.
+                since, seen = time.monotonic(), (self.no_more, self.book.held)
             if self.no_more:
                 what = f"a report about {self.book.held} groups that were handed out"
                 limit_s = config.unfinished_total_s
             else:
                 what, limit_s = "work from the controller", config.idle_total_s
-            if not await set_within(self._change, limit_s):
+            now = time.monotonic()
+            left_s = since + limit_s - now if end is None else min(since + limit_s, end) - now
+            if not await set_within(self._change, left_s):
+                if end is not None and time.monotonic() >= end:
+                    return False
                 raise DeadlineError(what, limit_s)
+        return True
 
     @property
     def exhausted(self) -> bool:

@@ -119,6 +119,11 @@ class ReportStream:
         with self._lock:
             return self._window.statistics()
 
+    def drop(self) -> None:
+        """The connection is over: let go of what was not acknowledged."""
+        with self._lock:
+            self._window.drop()
+
     # --- the client's loop ---
 
     def on_registered(self, applied: int, limits: pb.Limits) -> None:
@@ -302,8 +307,8 @@ class _Owed:
         self._some.set()
 
     def answered(self) -> None:
-        """An answer came: the next one is owed from now on."""
-        self._messages -= 1
+        """An answer came: the next one is owed from now on. One that comes twice shows as much, and is owed once."""
+        self._messages = max(0, self._messages - 1)
         self._since = time.monotonic()
         if self._messages == 0:
             self._some.clear()

@@ -51,11 +51,13 @@ class Rollout(RolloutBase):
     ) -> None:
         await self._leave(error)
 
-    async def groups(self, *, in_flight: int = 8) -> AsyncIterator[LeasedGroup]:
+    async def groups(self, *, in_flight: int = 8, wait_s: float | None = None) -> AsyncIterator[LeasedGroup]:
         """Groups to generate, until the execution has none left and every one handed out is over.
 
         Args:
             in_flight: groups leased and not over, at most.
+            wait_s: end also when none came for so long; called again, it goes on. For a thread that is a trainer rank too, and
+                has to train before there is more.
 
         Raises:
             StaleExecutionError, SupersededError: this process's execution is over: free buffers and exit with code 10.
@@ -68,10 +70,8 @@ class Rollout(RolloutBase):
                 await self._load(event)
             elif event is not None:
                 yield event
-            elif self._leasing.exhausted:
+            elif self._leasing.exhausted or not await self._connection.acall(self._leasing.wait_ready(wait_s)):
                 return
-            else:
-                await self._connection.acall(self._leasing.wait_ready())
 
     async def report(
         self,
@@ -194,7 +194,7 @@ class SyncRollout(RolloutBase):
     ) -> None:
         self._leave(error)
 
-    def groups(self, *, in_flight: int = 1) -> Iterator[LeasedGroup]:
+    def groups(self, *, in_flight: int = 1, wait_s: float | None = None) -> Iterator[LeasedGroup]:
         """As `Rollout.groups`."""
         self._leasing.set_in_flight(in_flight)
         while True:
@@ -205,10 +205,8 @@ class SyncRollout(RolloutBase):
                 self._loaded = event.version
             elif event is not None:
                 yield event
-            elif self._leasing.exhausted:
+            elif self._leasing.exhausted or not self._connection.call(self._leasing.wait_ready(wait_s)):
                 return
-            else:
-                self._connection.call(self._leasing.wait_ready())
 
     def report(
         self,

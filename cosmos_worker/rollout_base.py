@@ -61,7 +61,14 @@ class RolloutBase:
         self._leasing = Leasing(on_free)
         self._on_weights = on_weights
         self._loaded: int | None = None
-        self._connection = Connection(endpoint, place, config=config, on_notice=self._leasing.on_notice, **connection)
+        self._connection = Connection(
+            endpoint,
+            place,
+            config=config,
+            on_notice=self._leasing.on_notice,
+            on_over=self._leasing.book.cancel_all,
+            **connection,
+        )
         self._leasing.bind(self._connection)
 
     @classmethod

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from cosmos_ctrl.core.errors import MessageTooLargeError, SequenceGapError, WindowFullError
 from cosmos_ctrl.v1 import reports_pb2 as pb
 from cosmos_worker.errors import ProtocolError
-from cosmos_worker.report_items import Item, form_batch, kind_order
+from cosmos_worker.report_items import Item, RolloutItem, form_batch, kind_order
 
 #: Room in a message for everything that is not items: identity, numbers, framing.
 _OVERHEAD_BYTES = 4096
@@ -114,8 +114,8 @@ class ReportWindow:
         """
         size = item.size_bytes
         limits = self.limits
-        if size > limits.message_bytes - _OVERHEAD_BYTES:
-            raise MessageTooLargeError(limit=limits.message_bytes - _OVERHEAD_BYTES, found=size)
+        if size > limits.message_bytes // 2:
+            self._require_fit(item, size)
         if self._completions and self._completions + item.completions > limits.completions:
             raise WindowFullError(
                 what="unacknowledged completions",
@@ -131,6 +131,16 @@ class ReportWindow:
         self._pending_completions += item.completions
         self._pending_bytes += size
         return self._appended
+
+    def _require_fit(self, item: Item, size: int) -> None:
+        limit = self.limits.message_bytes
+        if size > limit - _OVERHEAD_BYTES:
+            raise MessageTooLargeError(limit=limit - _OVERHEAD_BYTES, found=size)
+        # The controller would refuse the whole batch: a payload goes out again with its prompt, in one message.
+        if isinstance(item, RolloutItem) and item.payload_kind == "inline":
+            largest = max(map(len, item.payloads))
+            if largest > limit // 2:
+                raise MessageTooLargeError(limit=limit // 2, found=largest)
 
     def next_batch(self) -> pb.ReportBatch | None:
         """The next batch to send now, each once until a rewind; None: nothing may or needs to go out."""
@@ -182,6 +192,12 @@ class ReportWindow:
                 raise SequenceGapError(what="report batch", expected=applied + 1, found=self._applied + 1)
             self.on_ack(applied)
         self._unsent = len(self._formed)
+
+    def drop(self) -> None:
+        """Nobody will hear any of it: let go of everything that is not acknowledged."""
+        self._pending.clear()
+        self._formed.clear()
+        self._unsent = self._completions = self._bytes = self._pending_completions = self._pending_bytes = 0
 
     @property
     def applied(self) -> int:

@@ -478,8 +478,10 @@ class Controller:
             self.leasing.announce(announcement)
 
     def _newest_version(self) -> int:
-        weights = self.leasing.weights
-        return weights.version if weights is not None else self.commands.steps
+        # Whoever trains may generate with what it has just trained before anybody was told of it.
+        last, weights = self.commands.last, self.leasing.weights
+        given = last.step if isinstance(last, Train) else self.commands.steps
+        return given if weights is None else max(given, weights.version)
 
     def _end_worker(self, worker: Incarnation, reason: str) -> None:
         self.workers.end(worker)

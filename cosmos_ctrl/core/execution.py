@@ -31,6 +31,10 @@ Role = Literal["trainer", "rollout"]
 _MAX_NOTICES = 1 << 16
 
 
+#: Characters in a name that a worker states of itself.
+_LONGEST_NAME = 256
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutionIdentity:
     """One start of a controller over a run."""
@@ -85,6 +89,10 @@ class WorkerInfo:
         place = self.place
         if not place.group:
             raise MalformedError(what="the worker group is empty")
+        # Kept for as long as the execution lives, and listed.
+        for name, value in (("worker group", place.group), ("incarnation", self.incarnation), ("host", self.host)):
+            if len(value) > _LONGEST_NAME:
+                raise MalformedError(what=f"the {name} has {len(value)} characters, at most {_LONGEST_NAME}")
         if len(self.incarnation) < 32:
             raise MalformedError(what="the incarnation is shorter than 16 bytes of hex")
         if place.rank >= self.world_size:
@@ -215,12 +223,16 @@ class Workers:
         self._ttl, self._clock, self._new_id = session_ttl_s, clock, new_id
         self._by_place: dict[Place, Incarnation] = {}
         self._by_session: dict[str, Incarnation] = {}
-        self.departures = 0
-        """How often a worker's session was closed, or a worker reported its end."""
+        self._departed: set[str] = set()
         self._retired: dict[str, Place] = {}
 
     def __iter__(self) -> Iterator[Incarnation]:
         return iter(self._by_place.values())
+
+    def take_departed(self) -> set[str]:
+        """Sessions that were closed, or whose worker reported its end, since this was last asked."""
+        departed, self._departed = self._departed, set()
+        return departed
 
     def at(self, place: Place) -> Incarnation | None:
         """Who holds `place`."""
@@ -269,7 +281,7 @@ class Workers:
     def end(self, worker: Incarnation) -> None:
         """`worker` has reported its end; with the last rank of its replica the replica has ended."""
         worker.ended = True
-        self.departures += 1
+        self._departed.add(worker.session)
         place = worker.place
         mine = (place.role, place.group, place.replica)
         ranks = [w for w in self if w.ended and (w.place.role, w.place.group, w.place.replica) == mine]
@@ -279,7 +291,7 @@ class Workers:
 
     def lapse(self, worker: Incarnation) -> None:
         """Close the worker's session."""
-        self.departures += 1
+        self._departed.add(worker.session)
         self._by_session.pop(worker.session, None)
         worker.session = ""
 

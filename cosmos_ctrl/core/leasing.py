@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cosmos_ctrl.core.admission import WeightAnnouncement
 from cosmos_ctrl.core.errors import MalformedError, NotAllowedError, SequenceGapError, WindowFullError
@@ -99,7 +99,7 @@ class Leasing:
         if most < 1:
             raise MalformedError(what="max_groups is zero")
         if number == worker.lease_number and isinstance(worker.lease_reply, LeaseReply):
-            return worker.lease_reply
+            return self._without_lost(worker, worker.lease_reply)
         if number != worker.lease_number + 1:
             raise SequenceGapError(what="lease request", expected=worker.lease_number + 1, found=number)
         worker.log.require_notices_confirmed()
@@ -113,6 +113,11 @@ class Leasing:
         if leases:
             self._lifecycle.touch()
         return reply
+
+    def _without_lost(self, worker: Incarnation, reply: LeaseReply) -> LeaseReply:
+        # A reply that is asked for again after the session had lapsed must not set anyone to work in vain.
+        held = tuple(lease for lease in reply.leases if self._rollouts.holds(worker, lease.group, lease.number))
+        return reply if len(held) == len(reply.leases) else replace(reply, leases=held)
 
     @property
     def can_give(self) -> bool:

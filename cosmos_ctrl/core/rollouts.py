@@ -119,9 +119,12 @@ class Rollouts:
         return leases
 
     def expire(self, worker: Incarnation) -> None:
-        """Every lease of `worker` is lost; its groups wait for another worker."""
-        for token in sorted(worker.leases):
-            self._end_lease(self._groups[token])
+        """Every lease of `worker` is lost; its groups wait for another worker. It is told, in case it comes back."""
+        groups = [self._groups[token] for token in sorted(worker.leases)]
+        if groups:
+            worker.log.notify(LeasesCancelled(tuple(group.lease for group in groups)))
+        for group in groups:
+            self._end_lease(group)
 
     def cancel_all(self) -> None:
         """Every lease is lost and its holder told that it is not wanted any more."""
@@ -183,6 +186,11 @@ class Rollouts:
             return None
         self.lease_lost += 1
         return "LEASE_LOST"
+
+    def holds(self, worker: Incarnation, token: int, lease: int) -> bool:
+        """Whether the group is out with `worker` under that lease."""
+        group = self._groups.get(token)
+        return group is not None and group.holder is worker and group.lease == lease
 
     def complete(self, token: int, mask: int, segment: Segment) -> int:
         """Accept generated completions; returns those of `mask` that were leased, the rest is refused."""

@@ -21,6 +21,9 @@ from cosmos_ctrl.v1 import controller_service_pb2, reports_pb2
 #: would take gigabytes.
 _MOST_WORDS = 1 << 16
 
+#: Characters in a metric's name. Names are kept with the worker and listed.
+_LONGEST_NAME = 128
+
 _OUTCOMES: dict[int, Outcome] = {
     reports_pb2.OUTCOME_COMPLETED: "completed",
     reports_pb2.OUTCOME_DISCARDED: "discarded",
@@ -86,8 +89,14 @@ def batch_from_message(message: reports_pb2.ReportBatch) -> Batch:
         completions=tuple(map(_report_from_message, message.completions)),
         end=message.end.reason if message.HasField("end") else None,
         weights=tuple(WeightAnnouncement(weights.version, weights.handle) for weights in message.weights),
-        metrics=tuple((metric.name, metric.value) for metric in message.metrics),
+        metrics=tuple(map(_metric, message.metrics)),
     )
+
+
+def _metric(metric: reports_pb2.Metric) -> tuple[str, float]:
+    if len(metric.name) > _LONGEST_NAME:
+        raise MalformedError(what=f"a metric name of {len(metric.name)} characters, at most {_LONGEST_NAME}")
+    return metric.name, metric.value
 
 
 def _rows_from_message(message: reports_pb2.RolloutRows) -> RolloutRows:

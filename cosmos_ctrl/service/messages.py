@@ -24,6 +24,9 @@ _ROLES = {"trainer": controller_service_pb2.ROLE_TRAINER, "rollout": controller_
 
 _WORD = (1 << 64) - 1
 
+#: Notices in one ack. All of them with every ack would take a quarter of a second where 65,536 are left unconfirmed.
+_MOST_NOTICES = 1024
+
 
 def to_words(rows: Iterable[tuple[int, int]]) -> tuple[list[int], list[int], list[int]]:
     """Rows of (group, mask) as columns of group, word and 64-bit mask; words are empty when all are 0."""
@@ -54,9 +57,17 @@ def mask_words(mask: int) -> list[int]:
     return words
 
 
-def ack_to_message(ack: Acknowledgement) -> reports_pb2.ReportAck:
-    """The ack with its notices."""
-    return reports_pb2.ReportAck(applied=ack.applied, notices=map(_notice_to_message, ack.notices))
+def ack_to_message(ack: Acknowledgement, most_bytes: int) -> reports_pb2.ReportAck:
+    """The ack with its oldest notices: one at least, and no more than fit; the rest comes once these are confirmed."""
+    told: list[reports_pb2.Notice] = []
+    left = most_bytes
+    for notice in ack.notices[:_MOST_NOTICES]:
+        message = _notice_to_message(notice)
+        left -= message.ByteSize() + 8
+        if left < 0 and told:
+            break
+        told.append(message)
+    return reports_pb2.ReportAck(applied=ack.applied, notices=told)
 
 
 def _notice_to_message(notice: Notice) -> reports_pb2.Notice:

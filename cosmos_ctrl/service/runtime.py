@@ -67,7 +67,7 @@ class Runtime:
         self.revisions = Revisions()
         self.leases, self.commands, self.confirmations, self.saves = Line(), Line(), Line(), Line(shared=False)
         """Calls that wait, by what they wait for; each waits for a save of its own."""
-        self._served = self._departures = 0
+        self._served = 0
         self.superseded = False
         self.damage_recorded = False
         self._publishing = asyncio.Lock()
@@ -84,24 +84,24 @@ class Runtime:
         lifecycle, workers = self.controller.lifecycle, self.controller.workers
         while self._served != lifecycle.revision:
             self._served = lifecycle.revision
-            # Who left waits for nothing any more, wherever in the line it stands.
-            everyone, self._departures = workers.departures != self._departures, workers.departures
+            departed = workers.take_departed()
             for line in (self.confirmations, self.commands, self.saves, self.leases):
-                line.serve(everyone=everyone)
+                line.serve(departed)
         for effect in self.controller.take_effects():
             task = asyncio.create_task(self._perform(effect))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         self.revisions.publish(lifecycle.revision)
 
-    async def until(self, line: Line, attempt: Callable[[bool], T | None], wait_s: float) -> T | None:
-        """`attempt(last_call)` now, in turn as `line` is served, and when `wait_s` has passed: until it gives something."""
+    async def until(self, line: Line, session: str, attempt: Callable[[bool], T | None], wait_s: float) -> T | None:
+        """`attempt(last_call)` for the worker of `session` now, in turn as `line` is served, and when `wait_s` has passed: until it gives
+        something."""
         try:
             result = attempt(wait_s <= 0)
         finally:
             self.settle()
         if result is None and wait_s > 0:
-            result = await line.wait(lambda: attempt(False), wait_s)
+            result = await line.wait(session, lambda: attempt(False), wait_s)
             if result is None:
                 try:
                     return attempt(True)

@@ -173,7 +173,7 @@ class ControllerServicer(ControllerServiceServicer):
             batch = convert.batch_from_message(request.batch)
             return core.submit(identity.execution_id, identity.session_id, *confirmed, batch)
 
-        return messages.ack_to_message(self._settled(apply))
+        return messages.ack_to_message(self._settled(apply), core.policy.max_message_bytes // 2)
 
     # -- rollouts
 
@@ -191,7 +191,7 @@ class ControllerServicer(ControllerServiceServicer):
                 last_call=last_call,
             )
 
-        reply = await self._runtime.until(self._runtime.leases, attempt, _wait(request.wait))
+        reply = await self._runtime.until(self._runtime.leases, identity.session_id, attempt, _wait(request.wait))
         assert reply is not None, "the last call always answers"
         return pb.LeasePromptsResponse(
             header=self._header(),
@@ -222,7 +222,9 @@ class ControllerServicer(ControllerServiceServicer):
             missing = core.confirm(identity.execution_id, identity.session_id, restored)
             return None if missing else True
 
-        agreed = await self._runtime.until(self._runtime.confirmations, attempt, _wait(request.wait))
+        agreed = await self._runtime.until(
+            self._runtime.confirmations, identity.session_id, attempt, _wait(request.wait)
+        )
         return pb.ConfirmResumeResponse(header=self._header(), agreed=bool(agreed), missing=missing)
 
     async def NextCommand(self, request: pb.NextCommandRequest, context: Any) -> pb.NextCommandResponse:
@@ -233,7 +235,7 @@ class ControllerServicer(ControllerServiceServicer):
         def attempt(_last_call: bool) -> Command | None:
             return core.next_command(identity.execution_id, identity.session_id, request.number)
 
-        command = await self._runtime.until(self._runtime.commands, attempt, _wait(request.wait))
+        command = await self._runtime.until(self._runtime.commands, identity.session_id, attempt, _wait(request.wait))
         response = pb.NextCommandResponse(header=self._header())
         if isinstance(command, Train):
             response.train.CopyFrom(messages.train_to_message(command, core.dp_size(identity.session_id)))
@@ -279,7 +281,7 @@ class ControllerServicer(ControllerServiceServicer):
             save = report()
             return save if last_call or save.state != "PUBLISHING" else None
 
-        save = await self._runtime.until(self._runtime.saves, attempt, MAX_WAIT_S)
+        save = await self._runtime.until(self._runtime.saves, identity.session_id, attempt, MAX_WAIT_S)
         assert save is not None, "the last call always answers"
         return pb.ReportShardsResponse(
             header=self._header(),

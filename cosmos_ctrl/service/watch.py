@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 
@@ -54,16 +55,16 @@ class Line:
     def __init__(self, *, shared: bool = True) -> None:
         """`shared`: what the first finds nothing of, nobody finds."""
         self._shared = shared
-        self._waiting: dict[asyncio.Future[Any], Callable[[], Any]] = {}
+        self._waiting: dict[asyncio.Future[Any], tuple[str, Callable[[], Any]]] = {}
 
     def __len__(self) -> int:
         """Who waits."""
         return len(self._waiting)
 
-    async def wait(self, attempt: Callable[[], Any], timeout_s: float) -> Any:
+    async def wait(self, session: str, attempt: Callable[[], Any], timeout_s: float) -> Any:
         """What `attempt` gives, once it gives something; None after `timeout_s`. What it raises is raised here."""
         turn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[turn] = attempt
+        self._waiting[turn] = session, attempt
         try:
             await asyncio.wait([turn], timeout=timeout_s)
             return turn.result() if turn.done() else None
@@ -72,22 +73,23 @@ class Line:
             if turn.done():
                 turn.exception()  # it was looked at, also when this call is cancelled meanwhile
 
-    def serve(self, *, everyone: bool) -> None:
-        """Try the first, and the next as long as something is found; or everyone, where it matters who asks."""
-        everyone = everyone or not self._shared
-        for turn, attempt in list(self._waiting.items()) if everyone else iter(self._first, None):
-            try:
-                found = attempt()
-            except Exception as error:  # whatever it is, it is that call's
-                turn.set_exception(error)
-            else:
-                if found is not None:
-                    turn.set_result(found)
-                elif not everyone:
-                    return
-                else:
-                    continue
-            del self._waiting[turn]
+    def serve(self, departed: AbstractSet[str] = frozenset()) -> None:
+        """Try the first, and the next as long as something is found; and who left, wherever it stands: it waits in vain."""
+        for turn, (session, _) in list(self._waiting.items()) if departed or not self._shared else ():
+            if not self._shared or session in departed:
+                self._try(turn)
+        while self._shared and self._waiting and self._try(next(iter(self._waiting))):
+            pass
 
-    def _first(self) -> tuple[asyncio.Future[Any], Callable[[], Any]] | None:
-        return next(iter(self._waiting.items()), None)
+    def _try(self, turn: asyncio.Future[Any]) -> bool:
+        _, attempt = self._waiting[turn]
+        try:
+            found = attempt()
+        except Exception as error:  # whatever it is, it is that call's
+            turn.set_exception(error)
+        else:
+            if found is None:
+                return False
+            turn.set_result(found)
+        del self._waiting[turn]
+        return True

@@ -468,7 +468,7 @@ class RegisterWorkerRequest(google.protobuf.message.Message):
     role: Global___Role.ValueType
     """Trainer or rollout."""
     group: builtins.str
-    """Trainer group ("policy", "critic", …) or rollout pool. Not empty."""
+    """Trainer group ("policy", "critic", …) or rollout pool. Not empty; at most 256 characters, like the other texts here."""
     replica: builtins.int
     """Rollout: replica within the group, from 0. Trainer: 0, since its ranks count through all replicas."""
     rank: builtins.int

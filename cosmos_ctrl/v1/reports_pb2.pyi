@@ -333,7 +333,7 @@ class Metric(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Name with its unit, such as "tokens_per_second"."""
+    """Name with its unit, such as "tokens_per_second". At most 128 characters."""
     value: builtins.float
     """Last value."""
     def __init__(
@@ -492,7 +492,7 @@ Global___LeasesCancelled: typing_extensions.TypeAlias = LeasesCancelled
 
 @typing.final
 class Notice(google.protobuf.message.Message):
-    """Something the controller tells one incarnation, sent with every ack until confirmed."""
+    """Something the controller tells one incarnation, sent with acks until confirmed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -540,7 +540,7 @@ class ReportAck(google.protobuf.message.Message):
     """Highest batch number applied; cumulative. Everything up to it may be forgotten by the client."""
     @property
     def notices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Notice]:
-        """All notices that the client has not confirmed, in order."""
+        """The oldest notices that the client has not confirmed, in order: as many as fit. The others follow once these are confirmed."""
 
     def __init__(
         self,

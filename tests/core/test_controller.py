@@ -27,7 +27,7 @@ from cosmos_ctrl.core.errors import (
     WrongStepError,
 )
 from cosmos_ctrl.core.execution import Place, WorkerInfo
-from cosmos_ctrl.core.groups import PayloadsFreed
+from cosmos_ctrl.core.groups import LeasesCancelled, PayloadsFreed
 from cosmos_ctrl.core.samplers import SeekableSampler
 from cosmos_ctrl.core.sampling import Prompt, Sampling
 
@@ -186,7 +186,8 @@ def test_g1_a_silent_rollout_workers_groups_are_leased_again_first() -> None:
         silent.complete(lost[0])
     silent.register()
     silent.complete(lost[0])
-    (refusal,) = silent.notices
+    cancelled, refusal = silent.notices
+    assert cancelled == LeasesCancelled(tuple(lease.number for lease in lost))
     assert (refusal.reason, refusal.group, refusal.mask) == ("LEASE_LOST", lost[0].group, 0b11)
     assert house.controller.statistics().lease_lost == 1
     assert house.controller.lifecycle.phase == "RUNNING"

@@ -205,7 +205,7 @@ class FakeController(ControllerServiceServicer):
             with self._changed:
                 self.calls[name] += 1
                 self._changed.notify_all()
-                if worker is not None and worker.execution_id != self.execution_id:
+                if worker is not None and self.execution_id and worker.execution_id != self.execution_id:
                     raise StaleExecutionError(stated=worker.execution_id, current=self.execution_id)
                 if self.errors[name]:
                     error = self.errors[name].popleft()

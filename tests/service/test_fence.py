@@ -230,6 +230,60 @@ async def test_another_executions_id_changes_nothing(houses, phase, payload):
     assert len(noted) == house.core.fence.refused
 
 
+async def test_what_the_matrix_compares_sees_whatever_the_right_id_changes(houses):
+    """The other half of the proof: each RPC that changes something changes what is compared, and so does every part of it."""
+    scene = await scene_of(houses, "running", legacy=False)
+    house, rollout = scene.house, scene.rollout
+    unseen = []
+    for name, request in whole_requests(scene).items():
+        if name == "StreamReports":
+            continue  # the same batch as SubmitReports, which is next
+        house.clock.now += 0.125
+        before = house.snapshot()
+        await outcome(house, name, state(request, house.core.identity.id))
+        if house.snapshot() == before:
+            unseen.append(name)
+    assert unseen == []
+    core = house.core
+    groups = core.rollouts._groups.values()
+    held = next(segment for group in groups for segment in group.segments if segment.handles)
+    parts: dict[str, Any] = {
+        "a counter": lambda: setattr(core.rollouts, "lease_lost", core.rollouts.lease_lost + 1),
+        "a queue": lambda: core.rollouts._pending.append(1),
+        "the ledger": lambda: core.ledger.settle_mask(next(iter(groups)).id, 1),
+        "payload ownership": lambda: setattr(held, "held", 0),
+        "a session": lambda: core.workers.hear(rollout.session),
+        "the worker table": lambda: core.workers.lapse(core.workers.of(rollout.session)),
+        "a checkpoint": lambda: core.commands.save(3).receipts.clear(),
+        "the sampler": lambda: core.leasing._sampling.draw(100),
+        "a claim on disk": lambda: (house.run / "executions" / "00000002.json").write_text("{}"),
+        "the journal": lambda: core.lifecycle.record("settle"),
+    }
+    for name, change in parts.items():
+        house.clock.now += 0.125
+        before = house.snapshot()
+        change()
+        assert house.snapshot() != before, name
+
+
+async def test_an_id_of_an_earlier_execution_of_the_run_and_of_another_run_are_of_no_use(houses, tmp_path):
+    first = await houses()
+    second = await houses()
+    elsewhere = House(tmp_path / "elsewhere")
+    await elsewhere.open()
+    try:
+        for other in (first, elsewhere):
+            worker = await other.rollout()
+            before = second.snapshot()
+            request = pb.SubmitReportsRequest(worker=worker.identity, batch=reports_pb2.ReportBatch(number=1))
+            error = await refusal(second.stub.SubmitReports(request))
+            assert isinstance(error, StaleExecutionError)
+            assert second.snapshot() == before
+            assert (await soon(other.stub.SubmitReports(request))).ack.applied == 1
+    finally:
+        await elsewhere.close()
+
+
 async def test_every_rpc_with_an_identity_is_in_the_matrix():
     service = pb.DESCRIPTOR.services_by_name["ControllerService"]
     fenced = {m.name for m in service.methods if {"worker", "execution_id"} & set(m.input_type.fields_by_name)}

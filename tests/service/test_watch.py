@@ -172,7 +172,9 @@ class Shelf:
 
 
 def queue(line: Line, *attempts: Callable[[], object], wait_s: float = DEADLINE_S) -> list[asyncio.Task[object]]:
-    return [asyncio.create_task(line.wait(attempt, wait_s)) for attempt in attempts]
+    return [
+        asyncio.create_task(line.wait(f"session {number}", attempt, wait_s)) for number, attempt in enumerate(attempts)
+    ]
 
 
 async def test_a_change_costs_what_it_gives_and_not_what_waits():
@@ -180,15 +182,15 @@ async def test_a_change_costs_what_it_gives_and_not_what_waits():
     waiting = queue(line, *[shelf.take] * 1000)
     await asyncio.sleep(0)
     assert len(line) == 1000
-    line.serve(everyone=False)
+    line.serve()
     assert shelf.looks == 1
     shelf.things = ["a", "b"]
-    line.serve(everyone=False)
+    line.serve()
     assert shelf.looks == 4  # two were given something, the third found nothing
     assert await soon(asyncio.gather(*waiting[:2])) == ["a", "b"]  # in the order in which they came
     assert len(line) == 998
     shelf.things = ["x"] * 998
-    line.serve(everyone=False)
+    line.serve()
     assert await soon(asyncio.gather(*waiting[2:])) == ["x"] * 998
     assert len(line) == 0
 
@@ -202,23 +204,33 @@ async def test_what_an_attempt_raises_is_its_own_calls_and_the_next_is_served():
     failing, served = queue(line, fail, shelf.take)
     await asyncio.sleep(0)
     shelf.things = ["a"]
-    line.serve(everyone=False)
+    line.serve()
     with pytest.raises(KeyError, match="lost"):
         await soon(failing)
     assert await soon(served) == "a"
 
 
-async def test_everyone_is_tried_where_it_matters_who_asks():
-    gone, shared, own = Shelf(), Line(), Line(shared=False)
+async def test_who_left_is_told_wherever_it_stands_and_nobody_else_is_asked():
+    line, nothing, gone = Line(), Shelf(), Shelf()
     gone.things = ["gone"]
-    for line, everyone in ((shared, True), (own, False)):
-        gone.things, nothing = ["gone"], Shelf()
-        first, second = queue(line, nothing.take, gone.take)
-        await asyncio.sleep(0)
-        line.serve(everyone=everyone)
-        assert await soon(second) == "gone"
-        assert len(line) == 1
-        first.cancel()
+    first, second, third = queue(line, nothing.take, gone.take, nothing.take)
+    await asyncio.sleep(0)
+    line.serve({"session 1"})
+    assert await soon(second) == "gone"
+    assert nothing.looks == 1  # the first, as always
+    for task in (first, third):
+        task.cancel()
+
+
+async def test_in_a_line_that_shares_nothing_each_is_tried():
+    line, nothing, something = Line(shared=False), Shelf(), Shelf()
+    something.things = ["a"]
+    first, second = queue(line, nothing.take, something.take)
+    await asyncio.sleep(0)
+    line.serve()
+    assert await soon(second) == "a"
+    assert len(line) == 1
+    first.cancel()
 
 
 async def test_a_call_that_gives_up_leaves_the_line():
@@ -232,7 +244,7 @@ async def test_a_call_that_gives_up_leaves_the_line():
         await cancelled
     assert len(line) == 0
     shelf.things = ["a"]
-    line.serve(everyone=True)
+    line.serve()
     assert shelf.looks == 0
 
 
