@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -81,10 +80,6 @@ def _serve(options: argparse.Namespace) -> int:
         application = server.prompts_application(config)
     except (OSError, ValueError) as error:
         raise ConfigurationError(str(options.config or "configuration"), [str(error)]) from error
-
-    # Prompts live as long as the run, groups and reports for many requests: walking them over and over was a seventh of the time.
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 50)
 
     def ready(ready: server.Ready) -> None:
         print(

@@ -68,6 +68,20 @@ class RolloutRows:
             raise MalformedError(what="a reason is due for what is discarded or failed, and only for that")
         return completions
 
+    def segment(self, producer: Incarnation, row: int, reported: int, start: int, end: int) -> Segment:
+        """What row `row` brings: the completions of `reported`, which stand in the columns from `start` to `end`."""
+        return Segment(
+            reported,
+            0,
+            self.rewards[start:end],
+            self.lowest_versions[row],
+            self.highest_versions[row],
+            producer,
+            self.codec,
+            self.payloads[start:end] if self.payloads else (),
+            self.handles[start:end] if self.handles else (),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class WeightAnnouncement:
@@ -192,28 +206,17 @@ class Admission:
             if reason is None:
                 # Only now: the word of a retired group was not checked, and may be anything.
                 mask = bits << 64 * word if word else bits
-                accepted = self._apply_row(worker, rows, row, group, mask, at, end) >> 64 * word
+                if rows.outcome == "completed":
+                    accepted = self._rollouts.complete(group, mask, rows.segment(worker, row, mask, at, end))
+                else:
+                    accepted = self._apply_otherwise(rows, group, mask)
+                accepted >>= 64 * word
                 reason = "ALREADY_REPORTED"
             if accepted != bits:
                 worker.log.notify(RowRefused(number, block, row, reason, group, word, bits ^ accepted))
             at = end
 
-    def _apply_row(
-        self, worker: Incarnation, rows: RolloutRows, row: int, group: int, mask: int, start: int, end: int
-    ) -> int:
-        if rows.outcome == "completed":
-            segment = Segment(
-                mask,
-                0,
-                rows.rewards[start:end],
-                rows.lowest_versions[row],
-                rows.highest_versions[row],
-                worker,
-                rows.codec,
-                rows.payloads[start:end],
-                rows.handles[start:end],
-            )
-            return self._rollouts.complete(group, mask, segment)
+    def _apply_otherwise(self, rows: RolloutRows, group: int, mask: int) -> int:
         if rows.outcome == "discarded":
             return self._rollouts.discard(group, mask, rows.reason)
         if rows.outcome == "failed":
