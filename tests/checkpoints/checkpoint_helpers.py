@@ -123,7 +123,8 @@ class Zygote:
         outcome = self.run(task, directory, "-o", str(log))
         assert "ok" in outcome, outcome
         names = re.findall(r"^([a-z_0-9]+)\(", log.read_text(), flags=re.MULTILINE)
-        return Counter(names)
+        # The wait for the go-ahead is taken up anew when the child is traced: a kill there comes before the task, or not, as it happens.
+        return Counter(name for name in names if name not in ("pselect6", "select", "restart_syscall"))
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin

@@ -43,7 +43,7 @@ def outcome(task: str, directory: Path) -> dict[str, Any]:
 
 
 def until_it_waits(pid: int) -> None:
-    """A child that is traced before it waits would be killed at a call that is not the task's."""
+    """Whoever is traced before it waits would be killed at a call that is not the task's."""
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
         assert time.monotonic() < deadline, f"child {pid} does not come to wait"
