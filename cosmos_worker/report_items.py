@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from cosmos_ctrl.v1 import reports_pb2 as pb
 
@@ -153,7 +153,7 @@ def form_batch(number: int, items: Iterable[Item]) -> pb.ReportBatch:
 
 
 class _Row:
-    __slots__ = ("entries", "group", "highest", "lease", "lowest", "mask", "word")
+    __slots__ = ("group", "highest", "lease", "lowest", "mask", "parts", "word")
 
     def __init__(self, group: int, lease: int, word: int, lowest: int, highest: int) -> None:
         self.group = group
@@ -162,8 +162,23 @@ class _Row:
         self.mask = 0
         self.lowest = lowest
         self.highest = highest
-        self.entries: list[tuple[int, float, bytes | str | None]] = []
-        """(bit, reward, payload), ordered only when written."""
+        self.parts: list[_Part] = []
+        """What was reported of it, in the order in which it was."""
+
+    def columns(self) -> tuple[Sequence[float], Sequence[bytes | str]]:
+        """Rewards and payloads in the order of the bits."""
+        if len(self.parts) == 1:  # most groups are reported whole
+            return self.parts[0][1:]
+        rewards: dict[int, float] = {}
+        payloads: dict[int, bytes | str] = {}
+        for mask, some_rewards, some_payloads in self.parts:
+            rewards.update(zip(bits_of(mask), some_rewards, strict=True))
+            payloads.update(zip(bits_of(mask), some_payloads, strict=False))  # there may be none
+        return [rewards[bit] for bit in sorted(rewards)], [payloads[bit] for bit in sorted(payloads)]
+
+
+_Part = tuple[int, Sequence[float], Sequence[bytes | str]]
+"""Mask, rewards and payloads of completions that were reported together."""
 
 
 class _Block:
@@ -175,48 +190,41 @@ class _Block:
         self._latest: dict[tuple[int, int, int], _Row] = {}
 
     def add(self, item: RolloutItem) -> None:
-        taken = 0
+        start = 0
         for word, mask in words_of(item.mask):
             key = (item.group, item.lease, word)
             row = self._latest.get(key)
             if row is None or row.mask & mask:
                 row = self._latest[key] = _Row(item.group, item.lease, word, item.lowest_version, item.highest_version)
                 self._rows.append(row)
+            end = start + mask.bit_count()
             row.mask |= mask
             row.lowest = min(row.lowest, item.lowest_version)
             row.highest = max(row.highest, item.highest_version)
-            if item.rewards:
-                for bit in bits_of(mask):
-                    payload = item.payloads[taken] if item.payloads else None
-                    row.entries.append((bit, item.rewards[taken], payload))
-                    taken += 1
+            row.parts.append((mask, item.rewards[start:end], item.payloads[start:end]))
+            start = end
 
     def write(self, rows: pb.RolloutRows) -> None:
         first = self._first
         rows.outcome = first.outcome
         rows.reason = first.reason
         rows.payload_codec = first.codec
-        rows.groups.extend(row.group for row in self._rows)
-        rows.leases.extend(row.lease for row in self._rows)
-        rows.masks.extend(row.mask for row in self._rows)
+        rows.groups.extend([row.group for row in self._rows])
+        rows.leases.extend([row.lease for row in self._rows])
+        rows.masks.extend([row.mask for row in self._rows])
         if any(row.word for row in self._rows):
-            rows.words.extend(row.word for row in self._rows)
+            rows.words.extend([row.word for row in self._rows])
         if first.outcome != pb.OUTCOME_COMPLETED:
             return
-        rows.lowest_versions.extend(row.lowest for row in self._rows)
-        rows.highest_versions.extend(row.highest for row in self._rows)
+        rows.lowest_versions.extend([row.lowest for row in self._rows])
+        rows.highest_versions.extend([row.highest for row in self._rows])
         for row in self._rows:
-            row.entries.sort(key=_bit)
-            rows.rewards.extend(reward for _, reward, _ in row.entries)
-            for _, _, payload in row.entries:
-                if isinstance(payload, bytes):
-                    rows.payloads.append(payload)
-                elif payload is not None:
-                    rows.handles.append(payload)
-
-
-def _bit(entry: tuple[int, float, bytes | str | None]) -> int:
-    return entry[0]
+            rewards, payloads = row.columns()
+            rows.rewards.extend(rewards)
+            if payloads:
+                # One kind in a block: it is part of what rows share.
+                column: Any = rows.payloads if first.payload_kind == "inline" else rows.handles
+                column.extend(payloads)
 
 
 def bits_of(mask: int) -> Iterator[int]:
