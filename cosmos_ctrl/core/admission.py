@@ -187,7 +187,7 @@ class Admission:
     def _check_rows(self, rows: RolloutRows) -> None:
         first, following = self._issued()
         words = rows.words or repeat(0)
-        self._rollouts.check_rows(zip(rows.groups, rows.leases, words, rows.masks), following, first)  # noqa: B905
+        self._rollouts.check_rows(zip(rows.groups, rows.leases, words, rows.masks), following, first)  # noqa: B905  # no words: zero in every row, without end
         if rows.outcome == "completed" and rows.groups and self._policy.announces_weights:
             oldest, newest = self._versions()
             if min(rows.lowest_versions) < oldest or max(rows.highest_versions) > newest:

@@ -211,7 +211,7 @@ class SamplingReplayLedger:
             label: kept with the draw for `window`; nothing else looks at it.
 
         Raises:
-            ValueError: the budget does not fall by exactly what is issued, or the epoch falls.
+            ValueError: the budget does not fall by exactly what is issued, or the epoch falls or does not fit in 64 bits.
             WindowFullError: the window holds as many draws or bytes as it may; nothing is recorded.
         """
         if not sizes:
@@ -229,8 +229,11 @@ class SamplingReplayLedger:
             )
         if after.epoch < cursor.epoch:
             raise ValueError(f"the epoch falls from {cursor.epoch} to {after.epoch}")
+        if after.epoch >= 1 << 63:
+            raise ValueError(f"epoch {after.epoch} does not fit in 64 bits")
         if not self.has_room(len(state.data)):
             self._raise_full(len(state.data))
+        now = self._clock()  # whatever may fail comes before the first change
         groups, whole, first = self._groups, self._whole, self._origin + len(self._groups)
         for size in sizes:
             groups.append(whole.get(size) or whole.setdefault(size, (2 << size) - 1))
@@ -238,7 +241,7 @@ class SamplingReplayLedger:
         self._last_tokens.append(end - 1)
         self._remaining.append(after.remaining_completions)
         self._epochs.append(after.epoch)
-        self._issued_at.append(self._clock())
+        self._issued_at.append(now)
         self._states.append(state.data)
         self._codecs.append(state.codec)
         self._labels.append(label)

@@ -339,3 +339,23 @@ def test_a_window_is_a_value() -> None:
     ledger.issue(boundary(2))
     assert [(sizes, settled) for _, sizes, settled in window.draws()] == [((1,), (0,))] * 3
     assert (window.safe.remaining_completions, window.cursor.remaining_completions) == (6, 3)
+
+
+@pytest.mark.parametrize("broken", ["epoch", "clock"])
+def test_a_draw_that_cannot_be_recorded_leaves_the_ledger_as_it_was(broken: str) -> None:
+    def clock() -> float:
+        if broken == "clock":
+            raise OSError("no time")
+        return 0.0
+
+    ledger = SamplingReplayLedger(boundary(10), clock=clock)
+    with pytest.raises((ValueError, OSError)):
+        ledger.issue_draw(boundary(6, epoch=1 << 64 if broken == "epoch" else 1), (2, 2))
+    assert ledger.next_token == 1
+    assert ledger.cursor == ledger.snapshot() == boundary(10)
+    assert list(ledger.window().draws()) == []
+    assert ledger.statistics().window_draws == 0
+    broken = ""
+    assert ledger.issue_draw(boundary(6), (2, 2)) == range(1, 3)
+    assert ledger.settle_rows([(1, 3), (2, 3)]) == 4
+    assert ledger.snapshot() == boundary(6)
