@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cosmos_ctrl.audit import RunReport, audit_journals
-from cosmos_ctrl.core.admission import Batch, RolloutRows, WeightAnnouncement
+from cosmos_ctrl.core.admission import Batch, WeightAnnouncement
 from cosmos_ctrl.core.agreement import Restored, Resumed
-from cosmos_ctrl.core.commands import CompletionReport, DisposedRow, Save, ShardReceipt, Train
+from cosmos_ctrl.core.commands import CompletionReport, DisposedRows, Save, ShardReceipt, Train
 from cosmos_ctrl.core.controller import Controller, Publish
 from cosmos_ctrl.core.errors import StaleExecutionError
 from cosmos_ctrl.core.execution import ExecutionIdentity, Place, WorkerInfo
-from cosmos_ctrl.core.groups import Lease
+from cosmos_ctrl.core.groups import Lease, RolloutRows
 from cosmos_ctrl.core.policy import RunPolicy
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
 from cosmos_ctrl.core.samplers import SeekableSampler
@@ -127,8 +127,8 @@ class _Execution:
             return
         self.next_command += 1
         if isinstance(command, Train):
-            rows = tuple(DisposedRow(group, mask, "trained") for group, mask in command.rows)
-            report = CompletionReport(command=command.number, step=command.step, optimizer_updates=1, rows=rows)
+            disposed = (DisposedRows("trained", command.rows),)
+            report = CompletionReport(command=command.number, step=command.step, optimizer_updates=1, disposed=disposed)
             self.trainer.send(completions=(report,))
             self.announce()
         elif isinstance(command, Save):

@@ -379,12 +379,13 @@ def _keep_no_journal(_event: str, **_values: Any) -> None:
 
 async def _run_to_end(runtime: Runtime, linger_s: float, signals: _Signals) -> None:
     ticking = asyncio.create_task(runtime.tick_forever(_TICK_S))
+    over = asyncio.create_task(runtime.over.wait())
     try:
         controller = runtime.controller
-        while not controller.lifecycle.over:
-            await runtime.revisions.beyond(runtime.revisions.current, 60.0)
-            if ticking.done():
-                ticking.result()
+        runtime.settle()  # it may be over before anyone came
+        await asyncio.wait({ticking, over}, return_when=asyncio.FIRST_COMPLETED)
+        if ticking.done():
+            ticking.result()
         if controller.lifecycle.end is not None:
             _log.info("the execution is over: %s: %s", *controller.lifecycle.end)
         await _linger(runtime, linger_s, signals)
@@ -397,6 +398,7 @@ async def _run_to_end(runtime: Runtime, linger_s: float, signals: _Signals) -> N
             os._exit(_exit_code(runtime))
     finally:
         ticking.cancel()
+        over.cancel()
 
 
 async def _linger(runtime: Runtime, linger_s: float, signals: _Signals) -> None:

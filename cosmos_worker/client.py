@@ -40,8 +40,11 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from cosmos_ctrl.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
+    from cosmos_worker.reports import StreamCall
 
 _log = logging.getLogger(__name__)
+
+_REPORTS = f"/{pb.DESCRIPTOR.services_by_name['ControllerService'].full_name}/StreamReports"
 
 T = TypeVar("T")
 Request = TypeVar("Request", bound="Message")
@@ -186,6 +189,10 @@ class Connection:
         if self._thread is None:
             raise UsageError("the worker is not open: use it in a with statement")
         return self._stub
+
+    def open_reports(self) -> StreamCall:
+        """A report stream, whose requests are encoded already: a payload is copied once."""
+        return self._channel.stream_stream(_REPORTS, response_deserializer=pb.StreamReportsResponse.FromString)()
 
     @property
     def execution_id(self) -> str:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
+from cosmos_ctrl.service import wire
 from cosmos_ctrl.v1 import reports_pb2 as pb
 
 WORD_BITS = 64
@@ -123,7 +124,18 @@ def kind_order(item: Item) -> int | None:
     return _ORDER.get(type(item))
 
 
-def form_batch(number: int, items: Iterable[Item]) -> pb.ReportBatch:
+@dataclass(frozen=True, slots=True)
+class FormedBatch:
+    """A batch as it goes out, each time."""
+
+    number: int
+    parts: Sequence[bytes]
+    """A `ReportBatch`, encoded. The payloads are the items' own."""
+    leases: Sequence[Sequence[int]]
+    """Of each row of each block, for what is said of a row."""
+
+
+def form_batch(number: int, items: Iterable[Item]) -> FormedBatch:
     """The batch of these items, which are in an order that one batch keeps."""
     batch = pb.ReportBatch(number=number)
     blocks: dict[tuple[object, ...], _Block] = {}
@@ -144,12 +156,13 @@ def form_batch(number: int, items: Iterable[Item]) -> pb.ReportBatch:
         else:
             batch.end.reason = item.reason
             batch.end.SetInParent()
-    for block in blocks.values():
-        block.write(batch.rollouts.add())
     # Only the last value of a name is ever shown.
     for name, value in metrics.items():
         batch.metrics.add(name=name, value=value)
-    return batch
+    parts = [batch.SerializeToString()]
+    for block in blocks.values():
+        parts += wire.field(pb.ReportBatch, "rollouts", block.encode())
+    return FormedBatch(number, parts, [block.leases for block in blocks.values()])
 
 
 class _Row:
@@ -204,27 +217,34 @@ class _Block:
             row.parts.append((mask, item.rewards[start:end], item.payloads[start:end]))
             start = end
 
-    def write(self, rows: pb.RolloutRows) -> None:
+    @property
+    def leases(self) -> list[int]:
+        """Of each row."""
+        return [row.lease for row in self._rows]
+
+    def encode(self) -> list[bytes]:
+        """The parts of its message."""
         first = self._first
-        rows.outcome = first.outcome
-        rows.reason = first.reason
-        rows.payload_codec = first.codec
+        rows = pb.RolloutRows(outcome=first.outcome, reason=first.reason, payload_codec=first.codec)
         rows.groups.extend([row.group for row in self._rows])
-        rows.leases.extend([row.lease for row in self._rows])
+        rows.leases.extend(self.leases)
         rows.masks.extend([row.mask for row in self._rows])
         if any(row.word for row in self._rows):
             rows.words.extend([row.word for row in self._rows])
-        if first.outcome != pb.OUTCOME_COMPLETED:
-            return
-        rows.lowest_versions.extend([row.lowest for row in self._rows])
-        rows.highest_versions.extend([row.highest for row in self._rows])
-        for row in self._rows:
-            rewards, payloads = row.columns()
-            rows.rewards.extend(rewards)
-            if payloads:
+        inline: list[bytes] = []
+        if first.outcome == pb.OUTCOME_COMPLETED:
+            rows.lowest_versions.extend([row.lowest for row in self._rows])
+            rows.highest_versions.extend([row.highest for row in self._rows])
+            for row in self._rows:
+                rewards, payloads = row.columns()
+                rows.rewards.extend(rewards)
                 # One kind in a block: it is part of what rows share.
-                column: Any = rows.payloads if first.payload_kind == "inline" else rows.handles
-                column.extend(payloads)
+                for payload in payloads:
+                    if isinstance(payload, bytes):
+                        inline += wire.field(pb.RolloutRows, "payloads", [payload])
+                    else:
+                        rows.handles.append(payload)
+        return [rows.SerializeToString(), *inline]
 
 
 def bits_of(mask: int) -> Iterator[int]:

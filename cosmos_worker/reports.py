@@ -19,19 +19,17 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from cosmos_ctrl.core.errors import SequenceGapError, WindowFullError
+from cosmos_ctrl.service import wire
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
-from cosmos_ctrl.v1 import reports_pb2
 from cosmos_worker.errors import DeadlineError
 from cosmos_worker.faults import Fault, Patience, fault_of
-from cosmos_worker.report_items import Item
+from cosmos_worker.report_items import FormedBatch, Item
 from cosmos_worker.settings import ClientConfig
 from cosmos_worker.transport import set_within
 from cosmos_worker.window import Heard, ReportWindow, WindowLimits, WindowStatistics
 
 if TYPE_CHECKING:
-    from cosmos_ctrl.v1.controller_service_pb2_grpc import ControllerServiceAsyncStub
-
-    StreamCall = grpc.aio.StreamStreamCall[pb.StreamReportsRequest, pb.StreamReportsResponse]
+    StreamCall = grpc.aio.StreamStreamCall[bytes, pb.StreamReportsResponse]
 
 
 class Link(Protocol):
@@ -41,9 +39,8 @@ class Link(Protocol):
     def config(self) -> ClientConfig:
         """The client's limits."""
 
-    @property
-    def stub(self) -> ControllerServiceAsyncStub:
-        """The controller."""
+    def open_reports(self) -> StreamCall:
+        """A report stream; requests go encoded, so that a payload is copied once."""
 
     @property
     def session(self) -> str:
@@ -203,7 +200,7 @@ class ReportStream:
             self._window.on_reconnect()
         self._owed = _Owed()
         self._answered.clear()
-        call: StreamCall = self._link.stub.StreamReports()
+        call: StreamCall = self._link.open_reports()
         reading = asyncio.ensure_future(self._read(call, patience))
         writing = asyncio.ensure_future(self._write(call))
         watching = asyncio.ensure_future(self._owed.overdue(self._link.config.silence_s))
@@ -252,14 +249,15 @@ class ReportStream:
                     self._owed.sent()
                     await call.write(request)
 
-    def _request(self, batch: reports_pb2.ReportBatch | None) -> pb.StreamReportsRequest:
+    def _request(self, batch: FormedBatch | None) -> bytes:
         with self._lock:
-            return pb.StreamReportsRequest(
+            request = pb.StreamReportsRequest(
                 worker=self._link.identity(),
                 acked_through=self._window.applied,
                 notices_through=self._window.notices_handled,
-                batch=batch,
             )
+        parts = wire.field(pb.StreamReportsRequest, "batch", batch.parts) if batch is not None else []
+        return b"".join((request.SerializeToString(), *parts))
 
     async def _heartbeat_due(self) -> bool:
         """Wait for something to send; True: nothing came in time."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from cosmos_ctrl.core.errors import MessageTooLargeError, SequenceGapError, WindowFullError
 from cosmos_ctrl.v1 import reports_pb2 as pb
 from cosmos_worker.errors import ProtocolError
-from cosmos_worker.report_items import Item, RolloutItem, form_batch, kind_order
+from cosmos_worker.report_items import FormedBatch, Item, RolloutItem, form_batch, kind_order
 
 #: Room in a message for everything that is not items: identity, numbers, framing.
 _OVERHEAD_BYTES = 4096
@@ -76,7 +76,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class _Formed:
-    batch: pb.ReportBatch
+    batch: FormedBatch
     last_item: int
     completions: int
     size_bytes: int
@@ -142,7 +142,7 @@ class ReportWindow:
             if largest > limit // 2:
                 raise MessageTooLargeError(limit=limit // 2, found=largest)
 
-    def next_batch(self) -> pb.ReportBatch | None:
+    def next_batch(self) -> FormedBatch | None:
         """The next batch to send now, each once until a rewind; None: nothing may or needs to go out."""
         if self._unsent == 0:
             if not self._may_form():
@@ -235,8 +235,8 @@ class ReportWindow:
     def _lease_of(self, refused: pb.RowRefused) -> int:
         for formed in self._formed:
             if formed.batch.number == refused.batch:
-                rollouts = formed.batch.rollouts
-                leases = rollouts[refused.block].leases if refused.block < len(rollouts) else ()
+                blocks = formed.batch.leases
+                leases = blocks[refused.block] if refused.block < len(blocks) else ()
                 return leases[refused.row] if refused.row < len(leases) else 0
         return 0
 

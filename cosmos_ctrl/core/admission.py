@@ -7,80 +7,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from itertools import repeat
 
 from cosmos_ctrl.core.commands import CommandLog, CompletionReport, Train
 from cosmos_ctrl.core.errors import MalformedError, MessageTooLargeError, NotAllowedError, WindowFullError
 from cosmos_ctrl.core.execution import Incarnation
-from cosmos_ctrl.core.groups import Outcome, Refusal, Segment
+from cosmos_ctrl.core.groups import Refusal, RolloutRows
 from cosmos_ctrl.core.policy import RunPolicy
 from cosmos_ctrl.core.rollouts import Rollouts
 
 _MAX_METRICS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutRows:
-    """Rollout reports that share one outcome, in columns: one row per group and word of 64 completions."""
-
-    outcome: Outcome
-    groups: Sequence[int]
-    leases: Sequence[int]
-    masks: Sequence[int]
-    words: Sequence[int] = ()
-    """Empty: word 0 in every row."""
-    reason: str = ""
-    lowest_versions: Sequence[int] = ()
-    highest_versions: Sequence[int] = ()
-    rewards: Sequence[float] = ()
-    codec: str = ""
-    payloads: Sequence[bytes] = ()
-    handles: Sequence[str] = ()
-
-    def check_shape(self) -> int:
-        """Completions in all rows; raises MalformedError unless the columns fit each other."""
-        rows = len(self.groups)
-        completed = self.outcome == "completed"
-        for name, column in (("leases", self.leases), ("masks", self.masks), ("words", self.words)):
-            if len(column) != rows and not (name == "words" and not column):
-                raise MalformedError(what=f"{len(column)} {name} for {rows} groups")
-        versions = rows if completed else 0
-        if len(self.lowest_versions) != versions or len(self.highest_versions) != versions:
-            raise MalformedError(what=f"{len(self.lowest_versions)} versions for {rows} {self.outcome} rows")
-        if any(map(int.__gt__, self.lowest_versions, self.highest_versions)):
-            raise MalformedError(what="a lowest weight version above the highest")
-        if not all(self.masks):
-            raise MalformedError(what="a row without completions")
-        completions = sum(map(int.bit_count, self.masks))
-        if len(self.rewards) != (completions if completed else 0):
-            raise MalformedError(what=f"{len(self.rewards)} rewards for {completions} {self.outcome} completions")
-        if not all(map(math.isfinite, self.rewards)):
-            raise MalformedError(what="a reward that is not a finite number")
-        for name, values in (("payloads", self.payloads), ("handles", self.handles)):
-            if values and (not completed or len(values) != completions):
-                raise MalformedError(what=f"{len(values)} {name} for {completions} {self.outcome} completions")
-        if self.payloads and self.handles:
-            raise MalformedError(what="both payloads and handles in one block")
-        if (self.outcome in ("discarded", "failed")) != bool(self.reason):
-            raise MalformedError(what="a reason is due for what is discarded or failed, and only for that")
-        return completions
-
-    def segment(self, producer: Incarnation, row: int, reported: int, start: int, end: int) -> Segment:
-        """What row `row` brings: the completions of `reported`, which stand in the columns from `start` to `end`."""
-        return Segment(
-            reported,
-            0,
-            self.rewards[start:end],
-            self.lowest_versions[row],
-            self.highest_versions[row],
-            producer,
-            self.codec,
-            self.payloads[start:end] if self.payloads else (),
-            self.handles[start:end] if self.handles else (),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,28 +135,6 @@ class Admission:
                 )
 
     def _apply_rows(self, worker: Incarnation, number: int, block: int, rows: RolloutRows) -> None:
-        at = 0
-        words = rows.words or (0,) * len(rows.groups)
-        for row, (group, lease, word, bits) in enumerate(zip(rows.groups, rows.leases, words, rows.masks, strict=True)):
-            end = at + bits.bit_count()
-            reason: Refusal | None = self._rollouts.refuses(group, lease, worker)
-            accepted = 0
-            if reason is None:
-                # Only now: the word of a retired group was not checked, and may be anything.
-                mask = bits << 64 * word if word else bits
-                if rows.outcome == "completed":
-                    accepted = self._rollouts.complete(group, mask, rows.segment(worker, row, mask, at, end))
-                else:
-                    accepted = self._apply_otherwise(rows, group, mask)
-                accepted >>= 64 * word
-                reason = "ALREADY_REPORTED"
-            if accepted != bits:
-                worker.log.notify(RowRefused(number, block, row, reason, group, word, bits ^ accepted))
-            at = end
-
-    def _apply_otherwise(self, rows: RolloutRows, group: int, mask: int) -> int:
-        if rows.outcome == "discarded":
-            return self._rollouts.discard(group, mask, rows.reason)
-        if rows.outcome == "failed":
-            return self._rollouts.fail(group, mask, rows.reason)
-        return self._rollouts.give_back(group, mask)
+        for row, reason, bits in self._rollouts.apply(worker, rows):
+            word = rows.words[row] if rows.words else 0
+            worker.log.notify(RowRefused(number, block, row, reason, rows.groups[row], word, bits))

@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from cosmos_ctrl.core.errors import (
     ArtifactForeignError,
@@ -33,12 +34,13 @@ _KEPT_COMMANDS = 8
 SaveState = Literal["PENDING", "PUBLISHING", "COMMITTED", "ABANDONED"]
 
 
-class DisposedRow(NamedTuple):
-    """What the leader says a command did with completions of one group."""
+@dataclass(frozen=True, slots=True)
+class DisposedRows:
+    """What the leader says a command did with some of its completions."""
 
-    group: int
-    mask: int
     disposition: Disposition
+    rows: Sequence[tuple[int, int]]
+    """Each a group and a mask of its completions."""
     reason: str = ""
 
 
@@ -49,7 +51,8 @@ class CompletionReport:
     command: int
     step: int
     optimizer_updates: int
-    rows: tuple[DisposedRow, ...] = ()
+    disposed: tuple[DisposedRows, ...] = ()
+    """From the leader only: every completion of the command, once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +225,7 @@ class CommandLog:
                 )
         if place == self.leader:
             _check_cover(command, report)
-        elif report.rows:
+        elif report.disposed:
             raise MalformedError(what=f"{place} is not the leader and names completions of command {report.command}")
 
     def record_report(self, place: Place, report: CompletionReport) -> Train | None:
@@ -290,15 +293,16 @@ class CommandLog:
 
 def _check_cover(command: Train, report: CompletionReport) -> None:
     due = dict(command.rows)
-    for group, mask, disposition, reason in report.rows:
-        left = due.get(group, 0)
-        if mask <= 0 or mask & ~left:
-            raise MalformedError(
-                what=f"completions {mask:#x} of group {group} are named twice or are not in command {command.number}"
-            )
-        if (disposition == "discarded") != bool(reason):
+    for block in report.disposed:
+        if block.rows and (block.disposition == "discarded") != bool(block.reason):
             raise MalformedError(what="a reason is due for what is discarded, and only for that")
-        due[group] = left ^ mask
+        for group, mask in block.rows:
+            left = due.get(group, 0)
+            if mask <= 0 or mask & ~left:
+                raise MalformedError(
+                    what=f"completions {mask:#x} of group {group} are named twice or are not in command {command.number}"
+                )
+            due[group] = left ^ mask
     missing = [group for group, mask in due.items() if mask]
     if missing:
         raise MalformedError(

@@ -122,7 +122,7 @@ class Leasing:
     @property
     def can_give(self) -> bool:
         """Whether the limits let a worker that asks have something: what waits, or a new draw."""
-        return not self._buffers_are_full() and (self._rollouts.pending_groups > 0 or self._may_draw())
+        return not self._rollouts.is_full and (self._rollouts.pending_groups > 0 or self._may_draw())
 
     def _nothing_left(self) -> bool:
         if self._lifecycle.phase in ("DRAINING", "ENDED"):
@@ -132,7 +132,7 @@ class Leasing:
         return self._lifecycle.gate_open and exhausted and not self._rollouts.unsettled_groups
 
     def _may_lease(self) -> bool:
-        if self._lifecycle.phase != "RUNNING" or self._buffers_are_full():
+        if self._lifecycle.phase != "RUNNING" or self._rollouts.is_full:
             return False
         announced = self.weights is not None and self.weights.version >= self._oldest_version
         return announced or not self._policy.announces_weights
@@ -145,13 +145,8 @@ class Leasing:
                 most -= 1
                 room -= lease.prompt.size_bytes
                 yield lease
-            if self._rollouts.pending_groups or most == 0 or not self._draw():
+            if self._rollouts.pending_groups or most == 0 or self._rollouts.is_full or not self._draw():
                 return
-
-    def _buffers_are_full(self) -> bool:
-        rollouts = self._rollouts
-        moving = rollouts.unsettled_groups > rollouts.pending_groups
-        return moving and rollouts.buffered_bytes > self._policy.max_buffered_bytes
 
     def _may_draw(self) -> bool:
         full = self._rollouts.outstanding_groups >= self._policy.max_outstanding_groups

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from typing import Literal
 
 from cosmos_ctrl.core.errors import UnknownWorkError
@@ -27,6 +27,7 @@ from cosmos_ctrl.core.groups import (
     LeasesCancelled,
     PayloadsFreed,
     Refusal,
+    RolloutRows,
     Segment,
 )
 from cosmos_ctrl.core.policy import RunPolicy
@@ -36,17 +37,24 @@ from cosmos_ctrl.core.sampling import Draw
 Settle = Callable[[Sequence[tuple[int, int]], Literal["trained", "discarded"], str], None]
 
 
+#: Weight of the newest row in the mean size of a payload.
+_PAYLOAD_WEIGHT = 1 / 8
+
+
 class Rollouts:
     """All unsettled groups, and the queues they wait in."""
 
     def __init__(self, policy: RunPolicy, settle: Settle, clock: Callable[[], float]) -> None:
         self._policy, self._settle, self._clock = policy, settle, clock
+        self._minimum = policy.min_completions_per_group
         self._groups: dict[int, Group] = {}
         self._pending: list[int] = []
-        self._leased: dict[int, None] = {}
+        self._leased: dict[int, int] = {}  # completions of each
+        self._leased_completions = 0
         self._ready: dict[int, None] = {}
         self._last_lease = 0
         self.buffered_bytes = 0
+        self._payload_bytes = 0.0  # of one completion, as they have been of late
         self.lease_lost = 0
 
     # -- counts
@@ -90,6 +98,13 @@ class Rollouts:
         """Newest lease number given."""
         return self._last_lease
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the payloads that are held, and those to be expected of what is out with workers, pass the limit; never while everything
+        waits to be leased, for then nothing would make room."""
+        expected = self.buffered_bytes + self._leased_completions * self._payload_bytes
+        return expected > self._policy.max_buffered_bytes and len(self._groups) > len(self._pending)
+
     # -- drawing and leasing
 
     def add(self, tokens: Iterable[int], draw: Draw, settled: Sequence[int] = ()) -> None:
@@ -103,9 +118,9 @@ class Rollouts:
                 heapq.heappush(self._pending, token)
 
     def lease(self, worker: Incarnation, most: int, most_bytes: int) -> list[Lease]:
-        """Hand up to `most` waiting groups, oldest first, to `worker`; the last of them passes `most_bytes` of prompts at most."""
+        """Hand up to `most` waiting groups, oldest first, to `worker`, until they pass `most_bytes` of prompts or the buffers are full."""
         leases: list[Lease] = []
-        while self._pending and len(leases) < most and most_bytes > 0:
+        while self._pending and len(leases) < most and most_bytes > 0 and not self.is_full:
             group = self._groups[heapq.heappop(self._pending)]
             most_bytes -= group.prompt.size_bytes
             self._last_lease += 1
@@ -113,7 +128,8 @@ class Rollouts:
             group.lease, group.holder = self._last_lease, worker
             group.leased, group.pending = group.pending, 0
             group.deadline = None if limit is None else self._clock() + limit
-            self._leased[group.id] = None
+            self._leased[group.id] = completions = group.leased.bit_count()
+            self._leased_completions += completions
             worker.leases.add(group.id)
             leases.append(Lease(group.id, group.lease, group.prompt, group.size, group.leased, limit))
         return leases
@@ -175,72 +191,51 @@ class Rollouts:
                     what=f"completions {bits:#x} of word {word} of group {token}, which has {group.size}"
                 )
 
-    def refuses(self, token: int, lease: int, worker: Incarnation) -> Refusal | None:
-        """Why a whole row is refused by itself; None if it is not."""
-        group = self._groups.get(token)
-        if group is None:
-            return "RETIRED"
-        if worker.replica_ended:
-            return "ENDED"
-        if group.lease == lease and group.holder is worker and group.leased:
-            return None
-        self.lease_lost += 1
-        return "LEASE_LOST"
-
     def holds(self, worker: Incarnation, token: int, lease: int) -> bool:
         """Whether the group is out with `worker` under that lease."""
         group = self._groups.get(token)
         return group is not None and group.holder is worker and group.lease == lease
 
-    def complete(self, token: int, mask: int, segment: Segment) -> int:
-        """Accept generated completions; returns those of `mask` that were leased, the rest is refused."""
-        group = self._groups[token]
-        accepted = mask & group.leased
-        if accepted:
-            segment.held = accepted
-            group.segments.append(segment)
-            if segment.payloads:
-                self.buffered_bytes += sum(map(len, segment.payloads))
-            group.leased ^= accepted
-            group.ready |= accepted
-            if not group.leased:
-                self._settle_lease(group)
-        return accepted
-
-    def discard(self, token: int, mask: int, reason: str) -> int:
-        """A worker gives completions up for good; returns those that were leased."""
-        group = self._groups[token]
-        accepted = mask & group.leased
-        group.leased ^= accepted
-        self._settle_part(group, accepted, "discarded", reason)
-        self._settle_lease(group)
-        return accepted
-
-    def fail(self, token: int, mask: int, reason: str) -> int:
-        """A worker could not generate completions; they wait again, or are discarded at the poison limit."""
-        group = self._groups[token]
-        accepted = mask & group.leased
-        if not accepted:
-            return 0
-        group.leased ^= accepted
-        if group.failed_lease != group.lease:  # one lease is one failure, in however many rows it is reported
-            group.failed_lease = group.lease
-            group.failures += 1
-        if group.failures >= self._policy.poison_limit:
-            self._settle_part(group, accepted, "discarded", f"poison:{reason}")
-        else:
-            group.pending |= accepted
-        self._settle_lease(group)
-        return accepted
-
-    def give_back(self, token: int, mask: int) -> int:
-        """A worker hands completions back; they wait again at once."""
-        group = self._groups[token]
-        accepted = mask & group.leased
-        group.leased ^= accepted
-        group.pending |= accepted
-        self._settle_lease(group)
-        return accepted
+    def apply(self, worker: Incarnation, rows: RolloutRows) -> list[tuple[int, Refusal, int]]:
+        """Apply rows that `check_rows` passed; returns what of them is refused by itself and changes nothing: row, why, and which bits."""
+        refused: list[tuple[int, Refusal, int]] = []
+        groups, completed, ended, zeros = self._groups, rows.outcome == "completed", worker.replica_ended, repeat(0)
+        rewards, payloads, handles, end = rows.rewards, rows.payloads, rows.handles, 0
+        columns = zip(  # noqa: B905  # zeros have no end
+            rows.groups,
+            rows.leases,
+            rows.words or zeros,
+            rows.masks,
+            rows.lowest_versions or zeros,
+            rows.highest_versions or zeros,
+        )
+        for row, (token, lease, word, bits, lowest, highest) in enumerate(columns):
+            start, end = end, end + bits.bit_count()
+            group = groups.get(token)
+            if group is None or group.lease != lease or group.holder is not worker or ended:
+                refused.append((row, self._why_refused(group, worker), bits))
+                continue
+            # Only now: the word of a retired group was not checked, and may be anything.
+            mask = bits << 64 * word if word else bits
+            accepted = mask & group.leased
+            if accepted:
+                group.leased ^= accepted
+                if completed:
+                    group.ready |= accepted
+                    segment = Segment(mask, accepted, rewards[start:end], lowest, highest, worker)
+                    group.segments.append(segment)
+                    if payloads:
+                        segment.codec, segment.payloads = rows.codec, payloads[start:end]
+                        self._hold_payloads(segment.payloads)
+                    elif handles:
+                        segment.codec, segment.handles = rows.codec, handles[start:end]
+                else:
+                    self._give_up_part(group, accepted, rows)
+                if not group.leased:
+                    self._settle_lease(group)
+            if accepted != mask:
+                refused.append((row, "ALREADY_REPORTED", (mask ^ accepted) >> 64 * word))
+        return refused
 
     # -- training
 
@@ -299,51 +294,66 @@ class Rollouts:
                 )
         return sorted(found, key=lambda payload: payload.completion)
 
-    def reward_sum(self, rows: Iterable[tuple[int, int]]) -> float:
-        """Sum of the rewards of a command's rows of (group, mask)."""
-        total = 0.0
+    def train(self, rows: Sequence[tuple[int, int]]) -> float:
+        """A committed command trained these completions, rows of (group, mask): they settle. Returns the sum of their rewards."""
+        groups, reward = self._groups, 0.0
         for token, mask in rows:
-            for segment in self._groups[token].segments:
-                bits = segment.held & mask
-                if bits == segment.reported:
-                    total += sum(segment.rewards)
-                    continue
-                while bits:
-                    total += segment.rewards[segment.position((bits & -bits).bit_length() - 1)]
-                    bits &= bits - 1
-        return total
-
-    def dispose(self, rows: Iterable[tuple[int, int, Disposition, str]]) -> None:
-        """What a committed command did with its completions: rows of group, mask, what, and why."""
-        trained, groups = [], []
-        for token, mask, disposition, reason in rows:
-            group = self._groups[token]
-            group.training &= ~mask
-            if disposition == "trained":
-                group.trained += mask.bit_count()
-                trained.append((token, mask))
-                groups.append(group)
-            else:
-                self._dispose_otherwise(group, mask, disposition, reason)
-        if trained:
-            self._settle(trained, "trained", "")
-        for group, (_, mask) in zip(groups, trained, strict=True):
+            group = groups[token]
+            group.training ^= mask
+            group.trained += mask.bit_count()
+            for segment in group.segments:
+                whole = segment.held & mask == segment.reported
+                reward += sum(segment.rewards) if whole else segment.reward_sum(mask)
             self._let_go(group, mask)
+        if rows:
+            self._settle(rows, "trained", "")
+        return reward
 
-    def _dispose_otherwise(self, group: Group, mask: int, disposition: Disposition, reason: str) -> None:
-        token = group.id
-        if disposition == "discarded":
-            self._free(group, mask)
-            self._settle_part(group, mask, "discarded", reason)
-        elif disposition == "returned":
-            group.ready |= mask
-            if not group.pending:  # else its other completions are generated first: a group trains whole
-                self._ready[token] = None
-        else:
-            self._ready.pop(token, None)
-            self._regenerate(group, mask)
+    def dispose(self, rows: Iterable[tuple[int, int]], disposition: Disposition, reason: str) -> None:
+        """A committed command did something else with these completions."""
+        for token, mask in rows:
+            group = self._groups[token]
+            group.training ^= mask
+            if disposition == "discarded":
+                self._free(group, mask)
+                self._settle_part(group, mask, "discarded", reason)
+            elif disposition == "returned":
+                group.ready |= mask
+                if not group.pending:  # else its other completions are generated first: a group trains whole
+                    self._ready[token] = None
+            else:
+                self._ready.pop(token, None)
+                self._regenerate(group, mask)
 
     # -- inner moves
+
+    def _why_refused(self, group: Group | None, worker: Incarnation) -> Refusal:
+        if group is None:
+            return "RETIRED"
+        if worker.replica_ended:
+            return "ENDED"
+        self.lease_lost += 1
+        return "LEASE_LOST"
+
+    def _hold_payloads(self, payloads: Sequence[bytes]) -> None:
+        size = sum(map(len, payloads))
+        self.buffered_bytes += size
+        each, before = size / len(payloads), self._payload_bytes
+        self._payload_bytes = before + (each - before) * _PAYLOAD_WEIGHT if before else each
+
+    def _give_up_part(self, group: Group, accepted: int, rows: RolloutRows) -> None:
+        """A worker will not complete these: it gives them up for good, could not generate them, or hands them back."""
+        if rows.outcome == "discarded":
+            self._settle_part(group, accepted, "discarded", rows.reason)
+            return
+        if rows.outcome == "failed":
+            if group.failed_lease != group.lease:  # one lease is one failure, in however many rows it is reported
+                group.failed_lease = group.lease
+                group.failures += 1
+            if group.failures >= self._policy.poison_limit:
+                self._settle_part(group, accepted, "discarded", f"poison:{rows.reason}")
+                return
+        group.pending |= accepted
 
     def _end_lease(self, group: Group) -> None:
         group.pending |= group.leased
@@ -358,7 +368,7 @@ class Rollouts:
         if group.pending:
             heapq.heappush(self._pending, group.id)
         elif group.ready:
-            if group.ready.bit_count() + group.trained < self._policy.min_completions_per_group:
+            if group.ready.bit_count() + group.trained < self._minimum:
                 self._drop(group, group.ready, "below_minimum")
             else:
                 self._ready[group.id] = None
@@ -366,8 +376,8 @@ class Rollouts:
     def _take_back(self, group: Group) -> None:
         if group.holder is not None:
             group.holder.leases.discard(group.id)
-        group.holder, group.deadline = None, None
-        self._leased.pop(group.id, None)
+            group.holder = group.deadline = None
+            self._leased_completions -= self._leased.pop(group.id)
 
     def _drop(self, group: Group, mask: int, reason: str) -> None:
         group.ready &= ~mask
@@ -398,7 +408,8 @@ class Rollouts:
         """After completions settled: let go of what was reported for them, and of the group with its last ones."""
         if group.pending | group.leased | group.ready | group.training:
             self._release(group, mask)
-        elif self._groups.pop(group.id, None) is not None:  # several rows of a group may be its last
+        else:
+            del self._groups[group.id]
             for segment in group.segments:
                 if segment.payloads:
                     self.buffered_bytes -= sum(map(len, segment.payloads))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from cosmos_ctrl.core.commands import Command, CommandLog, DisposedRow, End, Save, ShardReceipt, Train
+from cosmos_ctrl.core.commands import Command, CommandLog, DisposedRows, End, Save, ShardReceipt, Train
 from cosmos_ctrl.core.execution import ExecutionIdentity, Place
 from cosmos_ctrl.core.ledger import SamplingReplayLedger
 from cosmos_ctrl.core.lifecycle import EndReason, Lifecycle
@@ -177,13 +177,17 @@ class Training:
 
     def commit(self, command: Train) -> None:
         """Every required rank has completed `command`: settle what the leader named, and save where it is due."""
-        rows = command.reports[self._log.leader].rows
-        trained = [(group, mask) for group, mask, disposition, _ in rows if disposition == "trained"]
-        count = sum(mask.bit_count() for _, mask in trained)
+        disposed = command.reports[self._log.leader].disposed
+        results = self._results(disposed) if self._on_feedback else []
+        count, reward = 0, 0.0
+        for block in disposed:
+            if block.disposition == "trained":
+                reward += self._rollouts.train(block.rows)
+                count += sum(mask.bit_count() for _, mask in block.rows)
+            else:
+                self._rollouts.dispose(block.rows, block.disposition, block.reason)
         if count:
-            self.mean_reward = self._rollouts.reward_sum(trained) / count
-        results = self._results(rows) if self._on_feedback else []
-        self._rollouts.dispose(rows)
+            self.mean_reward = reward / count
         if self._on_feedback:
             self._tell(self._on_feedback, results)
         self._lifecycle.record(
@@ -205,11 +209,11 @@ class Training:
         elif self._saves and every and self._log.steps % every == 0 and not self._log.saves:
             self._form_save(final=False)
 
-    def _results(self, rows: Iterable[DisposedRow]) -> list[PromptFeedback]:
+    def _results(self, disposed: Iterable[DisposedRows]) -> list[PromptFeedback]:
         masks: dict[int, int] = {}  # a group may take several rows, and its prompt is told of once
-        for row in rows:
-            if row.disposition in ("trained", "discarded"):
-                masks[row.group] = masks.get(row.group, 0) | row.mask
+        for block in disposed:
+            for token, mask in block.rows if block.disposition in ("trained", "discarded") else ():
+                masks[token] = masks.get(token, 0) | mask
         results = []
         for token, mask in masks.items():
             group = self._rollouts.group(token)

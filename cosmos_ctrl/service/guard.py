@@ -46,7 +46,8 @@ class Guard(grpc.aio.ServerInterceptor):
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(_stream_stream(handler.stream_stream), deserialize, serialize)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_unary_stream(handler.unary_stream), deserialize, serialize)
+            encode = _unless_encoded(serialize)
+            return grpc.unary_stream_rpc_method_handler(_unary_stream(handler.unary_stream), deserialize, encode)
         return grpc.unary_unary_rpc_method_handler(_unary_unary(handler.unary_unary), deserialize, serialize)
 
 
@@ -58,6 +59,15 @@ def _safe(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return _Undecodable()
 
     return decode
+
+
+def _unless_encoded(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """A handler may yield its messages, or their bytes."""
+
+    def encode(response: Any) -> bytes:
+        return response if isinstance(response, bytes) else serialize(response)
+
+    return encode
 
 
 def _decoded(request: Any) -> Any:

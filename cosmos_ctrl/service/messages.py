@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from google.protobuf import duration_pb2
 
@@ -17,6 +17,7 @@ from cosmos_ctrl.core.groups import CompletionPayload, Lease, LeasesCancelled, P
 from cosmos_ctrl.core.lifecycle import EndReason
 from cosmos_ctrl.core.resume import ControllerResumeMetadata, SamplingOwner
 from cosmos_ctrl.core.statistics import RunStatistics
+from cosmos_ctrl.service import wire
 from cosmos_ctrl.service.metadata import metadata_to_message
 from cosmos_ctrl.v1 import checkpoint_pb2, controller_service_pb2, reports_pb2
 
@@ -28,24 +29,13 @@ _WORD = (1 << 64) - 1
 _MOST_NOTICES = 1024
 
 
-def to_words(rows: Iterable[tuple[int, int]]) -> tuple[list[int], list[int], list[int]]:
+def to_words(rows: Sequence[tuple[int, int]]) -> tuple[list[int], list[int], list[int]]:
     """Rows of (group, mask) as columns of group, word and 64-bit mask; words are empty when all are 0."""
-    groups, words, masks = [], [], []
-    for group, mask in rows:
-        if 0 < mask <= _WORD:
-            groups.append(group)
-            words.append(0)
-            masks.append(mask)
-            continue
-        word = 0
-        while mask:
-            if mask & _WORD:
-                groups.append(group)
-                words.append(word)
-                masks.append(mask & _WORD)
-            mask >>= 64
-            word += 1
-    return groups, words if any(words) else [], masks
+    groups, masks = [group for group, _ in rows], [mask for _, mask in rows]
+    if max(masks, default=0) <= _WORD:
+        return groups, [], masks
+    split = [(group, word, part) for group, mask in rows for word, part in enumerate(mask_words(mask)) if part]
+    return [group for group, _, _ in split], [word for _, word, _ in split], [part for _, _, part in split]
 
 
 def mask_words(mask: int) -> list[int]:
@@ -115,8 +105,10 @@ def lease_to_message(lease: Lease) -> controller_service_pb2.LeasedGroup:
 def train_to_message(command: Train, dp_size: int) -> controller_service_pb2.TrainCommand:
     """A TRAIN command with the share of every row."""
     groups, words, masks = to_words(command.rows)
-    share = {group: index % dp_size for index, (group, _) in enumerate(command.rows)}
-    dp_ranks = map(share.__getitem__, groups)
+    dp_ranks = [0] * len(groups)
+    if dp_size > 1:
+        share = {group: index % dp_size for index, (group, _) in enumerate(command.rows)}
+        dp_ranks = list(map(share.__getitem__, groups))
     return controller_service_pb2.TrainCommand(
         step=command.step, groups=groups, words=words, masks=masks, dp_ranks=dp_ranks
     )
@@ -164,56 +156,50 @@ def end_command_to_message(command: End) -> controller_service_pb2.EndCommand:
     return end_to_message(command.reason, command.message, command.steps)
 
 
-def payload_messages(
-    groups: Sequence[GroupPayloads], most_bytes: int
-) -> Iterator[controller_service_pb2.FetchPayloadsResponse]:
-    """The groups in messages of about `most_bytes`, without a header; a group that is larger continues in the next. One, if empty.
-
-    Built in place: a message that is put into another is copied, payloads and all.
-    """
-    response = controller_service_pb2.FetchPayloadsResponse()
+def payload_parts(groups: Sequence[GroupPayloads], most_bytes: int) -> Iterator[list[bytes]]:
+    """The groups as encoded parts of responses of about `most_bytes`, without a header; a group that is larger continues in the next.
+    One response, if there are none."""
+    response: list[bytes] = []
     size = 0
     for group in groups:
-        part = _add_group(response, group)
-        size += len(part.prompt)
+        head = controller_service_pb2.GroupPayloads(
+            group=group.group,
+            prompt_key=group.prompt.key,
+            source=group.prompt.source,
+            prompt=group.prompt.payload,
+            prompt_codec=group.prompt.codec,
+        ).SerializeToString()
+        parts, some = [head], False
+        size += len(head)
         for completion in group.completions:
-            length = len(completion.payload or b"") + 64
-            if size + length > most_bytes and (len(response.groups) > 1 or part.completions):
-                if not part.completions:
-                    del response.groups[-1]
-                yield response
-                response = controller_service_pb2.FetchPayloadsResponse()
-                part = _add_group(response, group)
-                size = len(part.prompt)
-            _add_completion(part, completion)
+            encoded = _completion_parts(completion)
+            length = sum(map(len, encoded))
+            if size + length > most_bytes and (response or some):
+                yield response + (
+                    wire.field(controller_service_pb2.FetchPayloadsResponse, "groups", parts) if some else []
+                )
+                response, parts, size = [], [head], len(head)
+            parts += encoded
+            some = True
             size += length
+        response += wire.field(controller_service_pb2.FetchPayloadsResponse, "groups", parts)
     yield response
 
 
-def _add_completion(part: controller_service_pb2.GroupPayloads, completion: CompletionPayload) -> None:
-    message = part.completions.add(
+def _completion_parts(completion: CompletionPayload) -> list[bytes]:
+    message = controller_service_pb2.CompletionPayload(
         completion=completion.completion,
         reward=completion.reward,
         lowest_version=completion.lowest_version,
         highest_version=completion.highest_version,
         codec=completion.codec,
     )
-    if completion.payload is not None:
-        message.inline = completion.payload
-    elif completion.handle is not None:
+    if completion.handle is not None:
         message.handle = completion.handle
-
-
-def _add_group(
-    response: controller_service_pb2.FetchPayloadsResponse, group: GroupPayloads
-) -> controller_service_pb2.GroupPayloads:
-    return response.groups.add(
-        group=group.group,
-        prompt_key=group.prompt.key,
-        source=group.prompt.source,
-        prompt=group.prompt.payload,
-        prompt_codec=group.prompt.codec,
-    )
+    parts = [message.SerializeToString()]
+    if completion.payload is not None:
+        parts += wire.field(controller_service_pb2.CompletionPayload, "inline", [completion.payload])
+    return wire.field(controller_service_pb2.GroupPayloads, "completions", parts)
 
 
 _VERDICTS: dict[str, checkpoint_pb2.Verdict.ValueType] = {

@@ -67,6 +67,8 @@ class Runtime:
         self.revisions = Revisions()
         self.leases, self.commands, self.confirmations, self.saves = Line(), Line(), Line(), Line(shared=False)
         """Calls that wait, by what they wait for; each waits for a save of its own."""
+        self.over = asyncio.Event()
+        """The execution is over. Who waits for nothing else is not woken by every report."""
         self._served = 0
         self.superseded = False
         self.damage_recorded = False
@@ -91,6 +93,8 @@ class Runtime:
             task = asyncio.create_task(self._perform(effect))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        if lifecycle.over:
+            self.over.set()
         self.revisions.publish(lifecycle.revision)
 
     async def until(self, line: Line, session: str, attempt: Callable[[bool], T | None], wait_s: float) -> T | None:

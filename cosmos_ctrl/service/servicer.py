@@ -22,7 +22,7 @@ from cosmos_ctrl.core.errors import (
     RestoringError,
 )
 from cosmos_ctrl.core.leasing import LeaseReply
-from cosmos_ctrl.service import convert, messages
+from cosmos_ctrl.service import convert, messages, wire
 from cosmos_ctrl.service.metadata import metadata_to_message
 from cosmos_ctrl.service.runtime import Runtime
 from cosmos_ctrl.v1 import checkpoint_pb2, reports_pb2
@@ -246,17 +246,17 @@ class ControllerServicer(ControllerServiceServicer):
             response.end.CopyFrom(messages.end_command_to_message(command))
         return response
 
-    async def FetchPayloads(
+    async def FetchPayloads(  # type: ignore[override]  # encoded by itself, so that a payload is copied once
         self, request: pb.FetchPayloadsRequest, context: Any
-    ) -> AsyncIterator[pb.FetchPayloadsResponse]:
+    ) -> AsyncIterator[bytes]:
         """See the proto."""
         core, identity = self._core, request.worker
         core.hear(identity.execution_id, identity.session_id)
         share = request.dp_rank if request.HasField("dp_rank") else None
         groups = core.payloads(identity.execution_id, identity.session_id, request.command, share)
-        for response in messages.payload_messages(groups, self._chunk_bytes):
-            response.header.CopyFrom(self._header())
-            yield response
+        for parts in messages.payload_parts(groups, self._chunk_bytes):
+            header = wire.field(pb.FetchPayloadsResponse, "header", [self._header().SerializeToString()])
+            yield b"".join(header + parts)
 
     async def ReportShards(self, request: pb.ReportShardsRequest, context: Any) -> pb.ReportShardsResponse:
         """See the proto."""

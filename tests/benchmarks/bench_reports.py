@@ -212,7 +212,7 @@ def payload_rounds(processes: ExitStack, size: int, group: int) -> dict[str, flo
     rollout = {"n_generation": group, "max_outstanding_groups": 1 << 20, "max_buffered_bytes": PAYLOAD_BUFFER}
     service = Service(processes, "payloads", {"groups_per_step": groups}, rollout)
     relay = child(processes, "reports_payloads", "relay", queue=PAYLOAD_BUFFER // PAYLOAD_MESSAGE)
-    worker = service.client("reports_payloads", "worker", size=size, together=PAYLOAD_MESSAGE // size, leased=groups)
+    worker = service.client("reports_payloads", "worker", size=size, leased=groups)
     trainer = service.client("reports_payloads", "trainer", size=size)
     bare = {"address": relay.ready["address"]}
     pusher = child(processes, "reports_payloads", "bare_worker", **bare)
@@ -224,7 +224,7 @@ def payload_rounds(processes: ExitStack, size: int, group: int) -> dict[str, flo
     base = controller.rss_mib
     controller.forget_peak()
     held = worker.ask("push", completions=1 << 40, wait_s=1)["completions"]
-    trainer.ask("fetch", completions=held)
+    trainer.ask("fetch", completions=held - held % (groups * group))  # whole steps
 
     def one_round() -> Iterator[tuple[str, float]]:
         controller.ask("profile")

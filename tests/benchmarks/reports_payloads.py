@@ -1,8 +1,9 @@
 """Payloads of a benchmark: worker → controller → trainer, and the same bytes through a bare relay.
 
-* The worker leases as it goes, so the controller's back-pressure is part of it; the trainer parses what it fetches.
+* The worker is the product's client and leases as it goes, so the controller's back-pressure is part of it; the trainer parses what
+  it fetches.
 * The relay is a `grpc.aio` server that knows no messages: bytes in, a bounded queue, bytes out.
-* Messages in both directions are of the same size on either way.
+* A message carries about 4 MiB on either way.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from reports_clients import CALL_S, OPTIONS, Lease, Session
+from reports_clients import CALL_S, OPTIONS, Session
 from reports_processes import obey, run_child
 
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
+from cosmos_worker.rollout import Rollout
+from cosmos_worker.settings import Endpoint, WorkerPlace
 
 WINDOW = 8
 """Messages of a worker that are unacknowledged."""
@@ -81,46 +84,24 @@ async def bare_trainer(address: str) -> None:
     await obey(1, pull=pull)
 
 
-async def worker(address: str, size: int, together: int, leased: int) -> None:
-    """Reports completions of `size` bytes, `together` in a message; asks for `leased` groups at a time."""
-    session = await Session.open(address, pb.ROLE_ROLLOUT)
-    stream, room, payload = session.stream(), asyncio.Semaphore(WINDOW), bytes(size)
+async def worker(address: str, size: int, leased: int) -> None:
+    """Reports completions of `size` bytes by the product's client, with at most `leased` groups in hand."""
+    payload, place = bytes(size), WorkerPlace(role="rollout", group="product")
+    async with Rollout(Endpoint(address=address), place) as rollout:
 
-    async def read() -> None:
-        while True:
-            await stream.read()
-            room.release()
+        async def push(completions: int, wait_s: float | None = None) -> Any:
+            """So many, or until no group comes for so long."""
+            began, left = time.monotonic(), completions
+            async for group in rollout.groups(in_flight=leased, wait_s=wait_s):
+                for index in group.pending:
+                    await rollout.report(group, index, payload, reward=1.0, versions=0)
+                    left -= 1
+                if left <= 0:
+                    break
+            await rollout.flush()
+            return {"began": began, "completions": completions - left}
 
-    async def push(completions: int, wait_s: int = 60) -> Any:
-        """So many, or until a request for groups waits in vain."""
-        began, left = time.monotonic(), completions
-        while left > 0 and await session.lease(leased, wait_s) == leased:
-            for rows in _messages(session.leases, together):
-                await room.acquire()
-                payloads = [payload] * sum(mask.bit_count() for _, _, mask in rows)
-                await stream.write(session.message(rows, WINDOW, payloads))
-                left -= len(payloads)
-            session.leases.clear()
-        for _ in range(WINDOW):  # all of them: everything is acknowledged
-            await room.acquire()
-        for _ in range(WINDOW):
-            room.release()
-        return {"began": began, "completions": completions - left}
-
-    reading = asyncio.ensure_future(read())
-    reading.add_done_callback(asyncio.Future.result)  # its error is told at once
-    await obey(1, push=push)
-
-
-def _messages(leases: list[Lease], together: int) -> list[list[Lease]]:
-    """The rows of each message: whole groups, or parts of one."""
-    rows = [
-        (group, lease, ((1 << together) - 1 << first) & mask)
-        for group, lease, mask in leases
-        for first in range(0, mask.bit_length(), together)
-    ]
-    whole = max(1, together // rows[0][2].bit_count())
-    return [rows[at : at + whole] for at in range(0, len(rows), whole)]
+        await obey(1, push=push)
 
 
 async def trainer(address: str, size: int) -> None:

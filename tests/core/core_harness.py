@@ -10,12 +10,12 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
-from cosmos_ctrl.core.admission import Batch, RolloutRows, WeightAnnouncement
+from cosmos_ctrl.core.admission import Batch, WeightAnnouncement
 from cosmos_ctrl.core.agreement import Restored, Resumed
-from cosmos_ctrl.core.commands import Command, CompletionReport, DisposedRow, Save, ShardReceipt, Train
+from cosmos_ctrl.core.commands import Command, CompletionReport, DisposedRows, Save, ShardReceipt, Train
 from cosmos_ctrl.core.controller import Acknowledgement, Controller, Publish
 from cosmos_ctrl.core.execution import ExecutionIdentity, Place, WorkerInfo
-from cosmos_ctrl.core.groups import Lease
+from cosmos_ctrl.core.groups import Lease, RolloutRows
 from cosmos_ctrl.core.leasing import LeaseReply
 from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.policy import RunPolicy
@@ -110,6 +110,11 @@ def rows(outcome: Any, *leases: tuple[Lease, int], reason: str = "", **columns: 
     )
 
 
+def disposed_row(group: int, mask: int, disposition: Any, reason: str = "") -> DisposedRows:
+    """What the leader says of one group."""
+    return DisposedRows(disposition, ((group, mask),), reason)
+
+
 class Worker:
     """One process life: it numbers its batches and requests, and confirms what it has seen."""
 
@@ -187,16 +192,16 @@ class Worker:
         return self.house.controller.next_command(self.execution, self.session, number)
 
     def trained(
-        self, command: Train, *, updates: int = 1, disposed: Sequence[DisposedRow] | None = None, **parts: Any
+        self, command: Train, *, updates: int = 1, disposed: Sequence[DisposedRows] | None = None, **parts: Any
     ) -> Acknowledgement:
         """Report a command complete; the leader names every completion, trained unless `disposed` says otherwise."""
         if disposed is None:
-            disposed = [DisposedRow(group, mask, "trained") for group, mask in command.rows]
+            disposed = [DisposedRows("trained", command.rows)]
         report = CompletionReport(
             command=command.number,
             step=command.step,
             optimizer_updates=updates,
-            rows=tuple(disposed) if self.place == self.house.controller.commands.leader else (),
+            disposed=tuple(disposed) if self.place == self.house.controller.commands.leader else (),
         )
         return self.submit(completions=(report,), **parts)
 

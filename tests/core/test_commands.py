@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from core_harness import disposed_row
 
-from cosmos_ctrl.core.commands import CommandLog, CompletionReport, DisposedRow, End, Save, ShardReceipt, Train
+from cosmos_ctrl.core.commands import CommandLog, CompletionReport, DisposedRows, End, Save, ShardReceipt, Train
 from cosmos_ctrl.core.errors import (
     ArtifactForeignError,
     ArtifactMissingError,
@@ -29,7 +30,7 @@ LEADER, SECOND, CRITIC = (
 EXECUTION = ExecutionIdentity(1, "execution-1")
 RANKS = (LEADER, SECOND, CRITIC)
 ROWS = ((1, 0b11), (2, 0b01))
-TRAINED = (DisposedRow(1, 0b11, "trained"), DisposedRow(2, 0b01, "trained"))
+TRAINED = (disposed_row(1, 0b11, "trained"), disposed_row(2, 0b01, "trained"))
 
 
 def log(*, steps: int = 0, updates: int = 0) -> CommandLog:
@@ -59,16 +60,16 @@ def add_save(commands: CommandLog, **overrides: Any) -> Save:
     return save
 
 
-def report(command: Train, /, *, rows: tuple[DisposedRow, ...] = (), **overrides: Any) -> CompletionReport:
+def report(command: Train, /, *, disposed: tuple[DisposedRows, ...] = (), **overrides: Any) -> CompletionReport:
     return CompletionReport(
-        **{"command": command.number, "step": command.step, "optimizer_updates": 2, "rows": rows} | overrides
+        **{"command": command.number, "step": command.step, "optimizer_updates": 2, "disposed": disposed} | overrides
     )
 
 
 def finish(commands: CommandLog, command: Train, order: tuple[Place, ...] = RANKS, updates: int = 2) -> Train | None:
     committed = None
     for place in order:
-        said = report(command, rows=TRAINED if place == LEADER else (), optimizer_updates=updates)
+        said = report(command, disposed=TRAINED if place == LEADER else (), optimizer_updates=updates)
         commands.check_report(place, said)
         committed = commands.record_report(place, said)
     return committed
@@ -102,7 +103,7 @@ def test_g6_a_command_is_the_same_for_every_rank_and_every_asking() -> None:
 def test_a_rank_that_has_not_completed_may_not_go_on() -> None:
     commands = log()
     command = add_train(commands)
-    commands.record_report(LEADER, report(command, rows=TRAINED))
+    commands.record_report(LEADER, report(command, disposed=TRAINED))
     assert commands.get(2, LEADER) is None
     with pytest.raises(NotAllowedError):
         commands.get(2, SECOND)
@@ -169,7 +170,7 @@ def test_g6_a_step_commits_once() -> None:
     commands = log()
     command = add_train(commands)
     finish(commands, command)
-    said = report(command, rows=TRAINED)
+    said = report(command, disposed=TRAINED)
     commands.check_report(LEADER, said)
     assert commands.record_report(LEADER, said) is None
     assert (commands.steps, commands.updates) == (1, 2)
@@ -179,7 +180,7 @@ def test_updates_may_be_none_and_are_equal_everywhere() -> None:
     commands = log()
     command = add_train(commands)
     for place, updates in ((LEADER, 0), (CRITIC, 0), (SECOND, 0)):
-        said = report(command, rows=TRAINED if place == LEADER else (), optimizer_updates=updates)
+        said = report(command, disposed=TRAINED if place == LEADER else (), optimizer_updates=updates)
         commands.check_report(place, said)
         commands.record_report(place, said)
     assert (commands.steps, commands.updates) == (1, 0)
@@ -198,7 +199,7 @@ def test_updates_may_be_none_and_are_equal_everywhere() -> None:
 def test_g3_a_rank_that_diverges_is_a_wrong_step(change: dict[str, int], what: str) -> None:
     commands = log()
     command = add_train(commands)
-    commands.record_report(LEADER, report(command, rows=TRAINED))
+    commands.record_report(LEADER, report(command, disposed=TRAINED))
     with pytest.raises(WrongStepError) as caught:
         commands.check_report(SECOND, report(command, **change))
     assert what in str(caught.value)
@@ -215,11 +216,11 @@ def test_a_save_is_not_completed_by_a_report() -> None:
 def test_g6_the_same_report_again_is_fine_and_another_is_a_conflict() -> None:
     commands = log()
     command = add_train(commands)
-    said = report(command, rows=TRAINED)
+    said = report(command, disposed=TRAINED)
     commands.record_report(LEADER, said)
     commands.check_report(LEADER, said)
     with pytest.raises(ConflictingRetryError):
-        commands.check_report(LEADER, replace(said, rows=TRAINED[::-1]))
+        commands.check_report(LEADER, replace(said, disposed=TRAINED[::-1]))
 
 
 def test_only_required_ranks_report() -> None:
@@ -234,35 +235,36 @@ def test_only_required_ranks_report() -> None:
         (),
         (TRAINED[0],),
         (*TRAINED, TRAINED[1]),
-        (*TRAINED, DisposedRow(3, 1, "trained")),
-        (TRAINED[0], DisposedRow(2, 0b11, "trained")),
-        (TRAINED[0], DisposedRow(2, 0, "trained"), TRAINED[1]),
-        (TRAINED[0], DisposedRow(2, -1, "trained")),
-        (TRAINED[0], DisposedRow(2, 1, "discarded")),
-        (TRAINED[0], DisposedRow(2, 1, "trained", "a reason")),
-        (TRAINED[0], DisposedRow(2, 1, "returned", "a reason")),
+        (*TRAINED, disposed_row(3, 1, "trained")),
+        (TRAINED[0], disposed_row(2, 0b11, "trained")),
+        (TRAINED[0], disposed_row(2, 0, "trained"), TRAINED[1]),
+        (TRAINED[0], disposed_row(2, -1, "trained")),
+        (TRAINED[0], disposed_row(2, 1, "discarded")),
+        (TRAINED[0], disposed_row(2, 1, "trained", "a reason")),
+        (TRAINED[0], disposed_row(2, 1, "returned", "a reason")),
     ],
 )
-def test_g1_the_leader_names_every_completion_exactly_once(rows: tuple[DisposedRow, ...]) -> None:
+def test_g1_the_leader_names_every_completion_exactly_once(rows: tuple[DisposedRows, ...]) -> None:
     commands = log()
     with pytest.raises(MalformedError):
-        commands.check_report(LEADER, report(add_train(commands), rows=rows))
+        commands.check_report(LEADER, report(add_train(commands), disposed=rows))
 
 
 def test_the_leader_may_split_a_group() -> None:
     commands = log()
     rows = (
-        DisposedRow(1, 0b01, "returned"),
-        DisposedRow(2, 0b01, "payload_lost"),
-        DisposedRow(1, 0b10, "discarded", "dull"),
+        disposed_row(1, 0b01, "returned"),
+        disposed_row(2, 0b01, "payload_lost"),
+        disposed_row(1, 0b10, "discarded", "dull"),
+        DisposedRows("discarded", ()),
     )
-    commands.check_report(LEADER, report(add_train(commands), rows=rows))
+    commands.check_report(LEADER, report(add_train(commands), disposed=rows))
 
 
 def test_nobody_else_names_completions() -> None:
     commands = log()
     with pytest.raises(MalformedError):
-        commands.check_report(SECOND, report(add_train(commands), rows=TRAINED))
+        commands.check_report(SECOND, report(add_train(commands), disposed=TRAINED))
 
 
 # -- saves

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from core_harness import House, Worker, fingerprint, resume_from, rows
+from core_harness import House, Worker, disposed_row, fingerprint, resume_from, rows
 
-from cosmos_ctrl.core.admission import Batch, RolloutRows, RowRefused, WeightAnnouncement
-from cosmos_ctrl.core.commands import CompletionReport, DisposedRow, End, Save, Train
+from cosmos_ctrl.core.admission import Batch, RowRefused, WeightAnnouncement
+from cosmos_ctrl.core.commands import CompletionReport, DisposedRows, End, Save, Train
 from cosmos_ctrl.core.errors import (
     ConflictingRetryError,
     ControlError,
@@ -27,7 +27,7 @@ from cosmos_ctrl.core.errors import (
     WrongStepError,
 )
 from cosmos_ctrl.core.execution import Place, WorkerInfo
-from cosmos_ctrl.core.groups import LeasesCancelled, PayloadsFreed
+from cosmos_ctrl.core.groups import LeasesCancelled, PayloadsFreed, RolloutRows
 from cosmos_ctrl.core.samplers import SeekableSampler
 from cosmos_ctrl.core.sampling import Prompt, Sampling
 
@@ -475,7 +475,7 @@ def test_a_command_reported_twice_in_one_batch_is_malformed() -> None:
         command=1,
         step=1,
         optimizer_updates=1,
-        rows=tuple(DisposedRow(group, mask, "trained") for group, mask in command.rows),
+        disposed=(DisposedRows("trained", command.rows),),
     )
     with pytest.raises(MalformedError):
         trainer.submit(completions=(report, report))
@@ -637,10 +637,10 @@ def test_a_handle_goes_back_to_its_producer_when_its_completion_does() -> None:
     trainer.trained(
         command,
         disposed=[
-            DisposedRow(group, 0b0001, "trained"),
-            DisposedRow(group, 0b0010, "discarded", "dull"),
-            DisposedRow(group, 0b0100, "returned"),
-            DisposedRow(group, 0b1000, "payload_lost"),
+            disposed_row(group, 0b0001, "trained"),
+            disposed_row(group, 0b0010, "discarded", "dull"),
+            disposed_row(group, 0b0100, "returned"),
+            disposed_row(group, 0b1000, "payload_lost"),
         ],
     )
     worker.heartbeat()

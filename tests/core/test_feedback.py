@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from core_harness import House, Worker, rows
+from core_harness import House, Worker, disposed_row, rows
 from replay_harness import Batches, ReplayHouse, cut, train
 
-from cosmos_ctrl.core.commands import DisposedRow, Train
+from cosmos_ctrl.core.commands import Train
 from cosmos_ctrl.core.errors import ControlError, WrongStepError
 from cosmos_ctrl.core.groups import Lease
 from cosmos_ctrl.core.samplers import SeekableSampler
@@ -99,7 +99,7 @@ def test_what_is_discarded_is_told_with_its_rewards_and_what_is_returned_or_lost
     assert isinstance(command, Train)
     what = ("returned", "discarded", "payload_lost", "trained")
     disposed = [
-        DisposedRow(group, mask, outcome, "dull" if outcome == "discarded" else "")  # type: ignore[arg-type]
+        disposed_row(group, mask, outcome, "dull" if outcome == "discarded" else "")  # type: ignore[arg-type]
         for (group, mask), outcome in zip(command.rows, what, strict=True)
     ]
     trainer.trained(command, disposed=disposed)
@@ -126,7 +126,7 @@ def test_a_step_of_which_nothing_was_settled_tells_that() -> None:
     complete(rollout, *rollout.lease(1))
     command = trainer.command(1)
     assert isinstance(command, Train)
-    trainer.trained(command, disposed=[DisposedRow(*command.rows[0], "returned")])
+    trainer.trained(command, disposed=[disposed_row(*command.rows[0], "returned")])
     assert sampler.told == [[]]
 
 
@@ -138,7 +138,7 @@ def test_a_prompt_is_told_once_a_step_however_many_rows_name_its_completions() -
     command = trainer.command(1)
     assert isinstance(command, Train)
     group = lease.group
-    disposed = [DisposedRow(group, 0b1001, "trained"), DisposedRow(group, 0b0110, "discarded", "dull")]
+    disposed = [disposed_row(group, 0b1001, "trained"), disposed_row(group, 0b0110, "discarded", "dull")]
     trainer.trained(command, disposed=disposed)
     assert sampler.told == [[PromptFeedback("key-0", "source-0", (1.0, 2.0, 3.0, 4.0))]]
 
@@ -150,7 +150,7 @@ def test_a_group_of_more_than_64_completions_is_one_prompt_though_it_takes_two_r
     command = trainer.command(1)
     assert isinstance(command, Train)
     low = (1 << 64) - 1
-    disposed = [DisposedRow(lease.group, low, "trained"), DisposedRow(lease.group, lease.mask ^ low, "trained")]
+    disposed = [disposed_row(lease.group, low, "trained"), disposed_row(lease.group, lease.mask ^ low, "trained")]
     trainer.trained(command, disposed=disposed)
     assert sampler.told == [[PromptFeedback("key-0", "source-0", tuple(1.0 + at for at in range(70)))]]
 
@@ -181,7 +181,7 @@ def test_a_step_that_is_refused_tells_nothing() -> None:
     command = trainer.command(1)
     assert isinstance(command, Train)
     with pytest.raises(ControlError):
-        trainer.trained(command, disposed=[DisposedRow(*command.rows[0], "trained")], number=1)
+        trainer.trained(command, disposed=[disposed_row(*command.rows[0], "trained")], number=1)
     wrong = Train(command.number, command.step + 1, command.rows, command.deadline)
     with pytest.raises(WrongStepError):
         trainer.trained(wrong, number=1)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from core_harness import House, LoadState, prompt_of, resume_from
+from core_harness import House, LoadState, disposed_row, prompt_of, resume_from
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_harness import Batches, ReplayHouse, cut, journal, keys_of, recorded, replay_of, train
 
 from cosmos_ctrl.audit import audit_journals
-from cosmos_ctrl.core.commands import DisposedRow, End, Save, Train
+from cosmos_ctrl.core.commands import End, Save, Train
 from cosmos_ctrl.core.groups import Lease
 from cosmos_ctrl.core.ledger import SamplingBoundary, SamplingReplayLedger
 from cosmos_ctrl.core.replay import (
@@ -1016,9 +1016,9 @@ class Play:
             rows, back = [], self.random.random() < 0.2
             for group, mask in command.rows:
                 part = mask & self.random.randint(0, mask) if self.random.random() < 0.3 else 0
-                rows += [DisposedRow(group, part, "discarded", "rejected")] if part else []
+                rows += [disposed_row(group, part, "discarded", "rejected")] if part else []
                 if mask & ~part:
-                    rows.append(DisposedRow(group, mask & ~part, "returned" if back else "trained"))
+                    rows.append(disposed_row(group, mask & ~part, "returned" if back else "trained"))
                 self.settled |= self.bits(group, part if back else mask)
             self.trainer.trained(command, disposed=rows)
             self.note_cuts()

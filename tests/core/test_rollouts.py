@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cosmos_ctrl.core.errors import UnknownWorkError
+from cosmos_ctrl.core.errors import MalformedError, UnknownWorkError
 from cosmos_ctrl.core.execution import BatchLog, Incarnation, Place, WorkerInfo
-from cosmos_ctrl.core.groups import Group, Lease, LeasesCancelled, PayloadsFreed, Segment
+from cosmos_ctrl.core.groups import Group, Lease, LeasesCancelled, PayloadsFreed, RolloutRows
 from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.rollouts import Rollouts
 from cosmos_ctrl.core.sampling import Draw, Prompt
@@ -32,21 +32,52 @@ def draw(*sizes: int) -> Draw:
     return Draw(tuple(Prompt(key=f"p{i}") for i in range(len(sizes))), sizes, after)
 
 
-def segment(
-    mask: int, producer: Incarnation, *, version: int = 0, handles: bool = False, rewards: list[float] | None = None
-) -> Segment:
+def report(
+    rollouts: Rollouts,
+    holder: Incarnation,
+    token: int,
+    mask: int,
+    outcome: Any = "completed",
+    *,
+    lease: int | None = None,
+    reason: str = "",
+    version: int = 0,
+    handles: bool = False,
+    rewards: list[float] | None = None,
+) -> tuple[int, str | None]:
+    """Report completions of one group; returns what was accepted, and why the rest was not."""
+    group = rollouts.group(token)
     bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
-    return Segment(
-        reported=mask,
-        held=0,
-        rewards=rewards or [float(bit) for bit in bits],
-        lowest_version=version,
-        highest_version=version,
-        producer=producer,
-        codec="text",
-        payloads=() if handles else [f"payload-{bit}".encode() for bit in bits],
-        handles=[f"handle-{bit}" for bit in bits] if handles else (),
+    words = sorted({bit // 64 for bit in bits})
+    masks = [mask >> 64 * word & (1 << 64) - 1 for word in words]
+    completed = outcome == "completed"
+    refused = rollouts.apply(
+        holder,
+        RolloutRows(
+            outcome=outcome,
+            reason=reason,
+            groups=[token] * len(words),
+            leases=[group.lease if lease is None and group else lease or 0] * len(words),
+            words=words if any(words) else (),
+            masks=masks,
+            lowest_versions=[version] * len(words) if completed else (),
+            highest_versions=[version] * len(words) if completed else (),
+            rewards=(rewards or [float(bit) for bit in bits]) if completed else (),
+            codec="text",
+            payloads=[f"payload-{bit}".encode() for bit in bits] if completed and not handles else (),
+            handles=[f"handle-{bit}" for bit in bits] if completed and handles else (),
+        ),
     )
+    left = sum(bits << 64 * words[row] for row, _, bits in refused)
+    return mask ^ left, refused[0][1] if refused else None
+
+
+def dispose(rollouts: Rollouts, token: int, mask: int, disposition: Any, reason: str = "") -> float:
+    """What a step did with completions of one group; returns the rewards of what it trained."""
+    if disposition == "trained":
+        return rollouts.train([(token, mask)])
+    rollouts.dispose([(token, mask)], disposition, reason)
+    return 0.0
 
 
 class Table:
@@ -70,8 +101,14 @@ class Table:
         return self.rollouts.lease(holder, most, 1 << 20)
 
     def finish(self, lease: Lease, holder: Incarnation, **how: Any) -> None:
-        assert self.rollouts.refuses(lease.group, lease.number, holder) is None
-        assert self.rollouts.complete(lease.group, lease.mask, segment(lease.mask, holder, **how)) == lease.mask
+        accepted = self.report(lease.group, lease.mask, holder, lease=lease.number, **how)
+        assert accepted == (lease.mask, None)
+
+    def report(self, token: int, mask: int, holder: Incarnation, *outcome: Any, **how: Any) -> tuple[int, str | None]:
+        return report(self.rollouts, holder, token, mask, *outcome, **how)
+
+    def dispose(self, token: int, mask: int, disposition: Any, reason: str = "") -> float:
+        return dispose(self.rollouts, token, mask, disposition, reason)
 
 
 # -- the property
@@ -166,11 +203,20 @@ class RolloutsMachine(RuleBasedStateMachine):
         before = (
             None if group is None else (group.pending, group.leased, group.ready, group.training, len(group.segments))
         )
-        refusal = self.rollouts.refuses(lease.group, lease.number, holder)
-        if refusal is not None:
-            assert group is None or group.lease != lease.number or not group.leased or group.holder is not holder
+        outcome = {"complete": "completed", "discard": "discarded", "fail": "failed", "give_back": "returned"}[what]
+        reason = "no good" if what in ("discard", "fail") else ""
+        if group is None or group.lease != lease.number or not group.leased or group.holder is not holder:
+            accepted, why = report(
+                self.rollouts, holder, lease.group, mask, outcome, lease=lease.number, reason=reason, handles=handles
+            )
+            assert (accepted, why) == (0, "RETIRED" if group is None else "LEASE_LOST")
+            after = self.rollouts.group(lease.group)
+            assert before == (
+                None
+                if after is None
+                else (after.pending, after.leased, after.ready, after.training, len(after.segments))
+            )
             return
-        assert group is not None
         leased = sum(
             1 << bit for (token, bit), place in self.where.items() if token == lease.group and place == "leased"
         )
@@ -178,14 +224,18 @@ class RolloutsMachine(RuleBasedStateMachine):
             self.failed_leases.add(lease.number)
             self.failures[lease.group] += 1
         self.expect(what, lease.group, mask & leased, str(holder.place) if handles else "")
-        accepted = {
-            "complete": lambda: self.rollouts.complete(
-                lease.group, mask, segment(mask, holder, version=self.steps, handles=handles)
-            ),
-            "discard": lambda: self.rollouts.discard(lease.group, mask, "no good"),
-            "fail": lambda: self.rollouts.fail(lease.group, mask, "no good"),
-            "give_back": lambda: self.rollouts.give_back(lease.group, mask),
-        }[what]()
+        version = self.steps if what == "complete" else 0
+        accepted, _ = report(
+            self.rollouts,
+            holder,
+            lease.group,
+            mask,
+            outcome,
+            lease=lease.number,
+            reason=reason,
+            version=version,
+            handles=handles,
+        )
         assert accepted == mask & leased
         if not accepted:
             assert before == (group.pending, group.leased, group.ready, group.training, len(group.segments))
@@ -257,7 +307,7 @@ class RolloutsMachine(RuleBasedStateMachine):
         for token, mask, disposition in data.draw(st.permutations(parts)):
             bit = mask.bit_length() - 1
             self.where[token, bit] = {"returned": "ready", "payload_lost": "pending"}.get(disposition, "training")
-            self.rollouts.dispose([(token, mask, disposition, "rejected" if disposition == "discarded" else "")])
+            dispose(self.rollouts, token, mask, disposition, "rejected" if disposition == "discarded" else "")
             if disposition == "trained" and (token, bit) in self.owner:
                 self.trained[self.owner[token, bit], token, bit] += 1
         self.rows = []
@@ -368,22 +418,22 @@ def test_g6_a_late_result_never_mixes_into_the_groups_new_life() -> None:
     table.rollouts.expire(first)
     new = table.lease(second)[0]
     assert new.number != old.number
-    assert table.rollouts.refuses(1, old.number, first) == "LEASE_LOST"
-    assert table.rollouts.refuses(1, old.number, second) == "LEASE_LOST"
-    assert table.rollouts.refuses(1, new.number, first) == "LEASE_LOST"
+    assert table.report(1, 0b11, first, lease=old.number) == (0, "LEASE_LOST")
+    assert table.report(1, 0b11, second, lease=old.number) == (0, "LEASE_LOST")
+    assert table.report(1, 0b11, first, lease=new.number) == (0, "LEASE_LOST")
     assert table.rollouts.lease_lost == 3
     table.finish(new, second)
-    assert table.rollouts.refuses(1, new.number, second) == "LEASE_LOST"
+    assert table.report(1, 0b11, second, lease=new.number) == (0, "LEASE_LOST")
 
 
 def test_a_settled_group_is_retired_and_an_ended_worker_is_ended() -> None:
     table = Table(1, 1)
     first = worker()
     lease, other = table.lease(first, 2)
-    table.rollouts.discard(lease.group, lease.mask, "no good")
-    assert table.rollouts.refuses(lease.group, lease.number, first) == "RETIRED"
+    table.report(lease.group, lease.mask, first, "discarded", reason="no good")
+    assert table.report(lease.group, lease.mask, first, lease=lease.number) == (0, "RETIRED")
     first.replica_ended = True
-    assert table.rollouts.refuses(other.group, other.number, first) == "ENDED"
+    assert table.report(other.group, other.mask, first, lease=other.number) == (0, "ENDED")
 
 
 @pytest.mark.parametrize(
@@ -414,7 +464,7 @@ def test_cancelling_all_tells_every_holder_and_settles_nothing() -> None:
     table = Table(2, 2, 2)
     first, second = worker(0), worker(1)
     leases = table.lease(first, 2) + table.lease(second)
-    table.rollouts.complete(leases[0].group, 1, segment(1, first))
+    table.report(leases[0].group, 1, first)
     table.rollouts.cancel_all()
     assert [n.content for n in first.log.notices] == [LeasesCancelled((1,)), LeasesCancelled((2,))]
     assert [n.content for n in second.log.notices] == [LeasesCancelled((3,))]
@@ -434,15 +484,15 @@ def test_only_explicit_failures_poison_and_never_an_expiry_or_a_return() -> None
         table.lease(first)
         table.rollouts.expire(first)
         table.lease(first)
-        table.rollouts.give_back(1, 1)
+        table.report(1, 1, first, "returned")
         table.lease(first)
         table.rollouts.cancel_all()
     assert table.settled == []
     table.lease(first)
-    table.rollouts.fail(1, 1, "crash")
+    table.report(1, 1, first, "failed", reason="crash")
     assert table.settled == []
     table.lease(first)
-    table.rollouts.fail(1, 1, "crash")
+    table.report(1, 1, first, "failed", reason="crash")
     assert table.settled == [(1, 1, "discarded", "poison:crash")]
     assert table.rollouts.unsettled_groups == 0
 
@@ -452,12 +502,12 @@ def test_one_lease_is_one_failure_however_many_rows_report_it() -> None:
     first = worker()
     table.lease(first)
     for word in range(3):
-        table.rollouts.fail(1, ((1 << 64) - 1) << 64 * word, "crash")
+        table.report(1, ((1 << 64) - 1) << 64 * word, first, "failed", reason="crash")
     assert table.group(1).failures == 1
     assert table.settled == []
     assert table.lease(first)[0].mask == (1 << 192) - 1
     for word in range(3):
-        table.rollouts.fail(1, ((1 << 64) - 1) << 64 * word, "crash")
+        table.report(1, ((1 << 64) - 1) << 64 * word, first, "failed", reason="crash")
     assert sum(mask.bit_count() for _, mask, _, _ in table.settled) == 192
 
 
@@ -465,8 +515,8 @@ def test_a_poisoned_part_leaves_the_rest_to_train() -> None:
     table = Table(3, poison_limit=1)
     first = worker()
     table.lease(first)
-    table.rollouts.complete(1, 0b001, segment(0b001, first))
-    table.rollouts.fail(1, 0b110, "crash")
+    table.report(1, 0b001, first)
+    table.report(1, 0b110, first, "failed", reason="crash")
     assert table.settled == [(1, 0b110, "discarded", "poison:crash")]
     assert table.rollouts.take(1) == [(1, 0b001)]
 
@@ -481,13 +531,12 @@ def test_groups_of_more_than_64_completions() -> None:
     assert lease.mask == (1 << 150) - 1
     for start, end in ((0, 64), (64, 128), (128, 150)):
         mask = (1 << end) - (1 << start)
-        assert table.rollouts.complete(1, mask, segment(mask, first)) == mask
+        assert table.report(1, mask, first) == (mask, None)
     ((token, mask),) = table.rollouts.take(1)
     payloads = table.rollouts.payloads(token, mask)
     assert [p.completion for p in payloads] == list(range(150))
     assert [p.payload for p in payloads] == [f"payload-{i}".encode() for i in range(150)]
-    assert table.rollouts.reward_sum([(token, mask)]) == sum(range(150))
-    table.rollouts.dispose([(1, mask, "trained", "")])
+    assert table.dispose(token, mask, "trained") == sum(range(150))
     assert table.rollouts.buffered_bytes == 0
 
 
@@ -498,10 +547,10 @@ def test_a_group_below_the_minimum_is_dropped_whole() -> None:
     table = Table(3, min_completions_per_group=2)
     first = worker()
     table.lease(first)
-    table.rollouts.complete(1, 0b001, segment(0b001, first, handles=True))
-    table.rollouts.discard(1, 0b010, "no good")
+    table.report(1, 0b001, first, handles=True)
+    table.report(1, 0b010, first, "discarded", reason="no good")
     assert table.rollouts.ready_groups == 0
-    table.rollouts.discard(1, 0b100, "no good")
+    table.report(1, 0b100, first, "discarded", reason="no good")
     assert table.settled[-1] == (1, 0b001, "discarded", "below_minimum")
     assert first.log.notices[-1].content == PayloadsFreed(((1, 0b001),))
     assert table.rollouts.unsettled_groups == 0
@@ -512,8 +561,8 @@ def test_what_was_trained_counts_toward_the_minimum() -> None:
     first = worker()
     table.finish(table.lease(first)[0], first)
     table.rollouts.take(1)
-    table.rollouts.dispose([(1, 0b011, "trained", "")])
-    table.rollouts.dispose([(1, 0b100, "payload_lost", "")])
+    table.dispose(1, 0b011, "trained")
+    table.dispose(1, 0b100, "payload_lost")
     lease = table.lease(first)[0]
     assert lease.mask == 0b100
     table.finish(lease, first)
@@ -528,8 +577,8 @@ def test_a_group_is_stale_by_its_lowest_version(on_stale: Any) -> None:
     table = Table(2, 1, max_staleness=1, on_stale=on_stale)
     first = worker()
     old, fresh = table.lease(first, 2)
-    table.rollouts.complete(old.group, 0b01, segment(0b01, first, version=3, handles=True))
-    table.rollouts.complete(old.group, 0b10, segment(0b10, first, version=5, handles=True))
+    table.report(old.group, 0b01, first, version=3, handles=True)
+    table.report(old.group, 0b10, first, version=5, handles=True)
     table.finish(fresh, first, version=5)
     assert not table.rollouts.drop_stale(4)
     assert table.rollouts.drop_stale(5)
@@ -568,7 +617,7 @@ def test_every_disposition_goes_where_it_should_in_any_order(order: tuple[int, .
     ]
     for index in order:
         mask, disposition, reason = parts[index]
-        table.rollouts.dispose([(1, mask, disposition, reason)])
+        table.dispose(1, mask, disposition, reason)
     group = table.group(1)
     assert (group.pending, group.leased, group.ready, group.training) == (0b1000, 0, 0b0100, 0)
     assert sorted(table.settled) == [(1, 0b0001, "trained", ""), (1, 0b0010, "discarded", "rejected")]
@@ -588,10 +637,10 @@ def test_buffered_bytes_return_to_zero() -> None:
         table.finish(lease, first)
     assert table.rollouts.buffered_bytes == 6 * len(b"payload-0")
     table.rollouts.take(3)
-    table.rollouts.dispose([(1, 0b11, "trained", "")])
-    table.rollouts.dispose([(2, 0b11, "discarded", "rejected")])
-    table.rollouts.dispose([(3, 0b01, "payload_lost", "")])
-    table.rollouts.dispose([(3, 0b10, "trained", "")])
+    table.dispose(1, 0b11, "trained")
+    table.dispose(2, 0b11, "discarded", "rejected")
+    table.dispose(3, 0b01, "payload_lost")
+    table.dispose(3, 0b10, "trained")
     assert table.rollouts.buffered_bytes == 0
     assert first.log.notices == [], "inline payloads are the controller's: nobody frees them"
 
@@ -600,21 +649,108 @@ def test_a_completion_that_was_reported_twice_is_rewarded_once() -> None:
     table = Table(3)
     first = worker()
     table.lease(first)
-    table.rollouts.complete(1, 0b011, segment(0b011, first, rewards=[1.0, 2.0]))
-    assert table.rollouts.complete(1, 0b110, segment(0b110, first, rewards=[100.0, 4.0])) == 0b100
-    assert table.rollouts.reward_sum([(1, 0b111)]) == 7.0
-    assert table.rollouts.reward_sum([(1, 0b100)]) == 4.0
+    table.report(1, 0b011, first, rewards=[1.0, 2.0])
+    assert table.report(1, 0b110, first, rewards=[100.0, 4.0]) == (0b100, "ALREADY_REPORTED")
+    assert table.rollouts.take(1) == [(1, 0b111)]
+    assert table.dispose(1, 0b100, "trained") == 4.0
+    assert table.dispose(1, 0b011, "trained") == 3.0
 
 
 def test_a_completion_that_was_generated_again_is_rewarded_by_its_new_life() -> None:
     table = Table(2)
     first = worker()
     table.lease(first)
-    table.rollouts.complete(1, 0b11, segment(0b11, first, rewards=[1.0, 100.0]))
+    table.report(1, 0b11, first, rewards=[1.0, 100.0])
     table.rollouts.take(1)
-    table.rollouts.dispose([(1, 0b01, "returned", "")])
-    table.rollouts.dispose([(1, 0b10, "payload_lost", "")])
+    table.dispose(1, 0b01, "returned")
+    table.dispose(1, 0b10, "payload_lost")
     table.lease(first)
-    table.rollouts.complete(1, 0b10, segment(0b10, first, rewards=[2.0]))
+    table.report(1, 0b10, first, rewards=[2.0])
     ((token, mask),) = table.rollouts.take(1)
-    assert table.rollouts.reward_sum([(token, mask)]) == 3.0
+    assert table.dispose(token, mask, "trained") == 3.0
+
+
+# -- how much may be out
+
+
+def test_g9_what_is_to_be_expected_of_leases_counts_as_held() -> None:
+    table = Table(*[2] * 20, max_buffered_bytes=100)
+    first = worker()
+    known = table.lease(first)[0]
+    assert len(table.lease(first, 3)) == 3, "before the first payload nobody knows its size"
+    table.finish(known, first)  # two payloads of 9 bytes; 6 more are out
+    assert table.rollouts.buffered_bytes == 18
+    # (18 + 54) bytes, and 18 more for each group: the last one may pass the limit.
+    assert len(table.lease(first, 10)) == 2
+    assert table.rollouts.is_full
+    assert table.lease(first, 10) == []
+    table.rollouts.expire(first)
+    assert not table.rollouts.is_full
+    assert table.rollouts.buffered_bytes == 18
+    assert len(table.lease(first, 10)) == 5
+    for token in [*table.rollouts._leased]:
+        table.report(token, 0b01, first, "discarded", reason="no good")
+        assert table.rollouts.is_full, "what is left of a group is not told apart"
+    for token in [*table.rollouts._leased]:
+        table.report(token, 0b10, first, "discarded", reason="no good")
+    assert not table.rollouts.is_full
+
+
+def test_g9_the_mean_size_of_payloads_follows_them_and_handles_take_no_room() -> None:
+    table = Table(*[1] * 100, max_buffered_bytes=1000)
+    first = worker()
+    lease = table.lease(first)[0]
+    table.finish(lease, first, handles=True)
+    assert table.rollouts.buffered_bytes == 0
+    assert len(table.lease(first, 90)) == 90
+    assert not table.rollouts.is_full
+    rollouts = table.rollouts
+    for token in range(2, 60):
+        assert table.report(token, 1, first) == (1, None)
+    assert rollouts.buffered_bytes == 58 * 9
+    assert rollouts._payload_bytes == pytest.approx(9)
+
+
+def test_g9_one_group_is_always_leased_however_large() -> None:
+    table = Table(4, 4, 4, max_buffered_bytes=1)
+    first = worker()
+    table.finish(table.lease(first)[0], first)
+    for _ in range(2):
+        assert table.lease(first, 2) == [], "a whole group is held"
+        ((token, mask),) = table.rollouts.take(1)
+        assert table.lease(first, 2) == [], "a command has it still"
+        table.dispose(token, mask, "trained")
+        (lease,) = table.lease(first, 2)
+        assert table.lease(first, 2) == [], "it is out, and its payloads are to be expected"
+        table.finish(lease, first)
+
+
+def test_what_is_refused_of_a_row_is_told_in_the_rows_own_word() -> None:
+    table = Table(192)
+    first = worker()
+    lease = table.lease(first)[0]
+    assert table.report(1, 0b0110 << 128, first, "discarded", reason="no good") == (0b0110 << 128, None)
+    row = {"leases": [lease.number], "groups": [1], "words": [2], "reason": "no good"}
+    rows = RolloutRows(outcome="discarded", masks=[0b1110], **row)  # type: ignore[arg-type]
+    assert table.rollouts.apply(first, rows) == [(0, "ALREADY_REPORTED", 0b0110)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "finite"),
+    [([1e308, 1e308], True), ([1e308, -1e308], True), ([float("inf"), -1.0], False), ([float("nan"), 1.0], False)],
+)
+def test_rewards_are_finite_one_by_one(rewards: list[float], finite: bool) -> None:
+    rows = RolloutRows(
+        outcome="completed",
+        groups=[1],
+        leases=[1],
+        masks=[3],
+        lowest_versions=[0],
+        highest_versions=[0],
+        rewards=rewards,
+    )
+    if finite:
+        assert rows.check_shape() == 2
+    else:
+        with pytest.raises(MalformedError):
+            rows.check_shape()

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from core_harness import House, Worker, metadata_of, resume_from
+from core_harness import House, Worker, disposed_row, metadata_of, resume_from
 
 from cosmos_ctrl.core.agreement import Resumed
-from cosmos_ctrl.core.commands import Command, DisposedRow, End, Save, Train
+from cosmos_ctrl.core.commands import Command, DisposedRows, End, Save, Train
 from cosmos_ctrl.core.errors import ExecutionEndedError, StorageUnavailableError
 from cosmos_ctrl.core.samplers import SeekableSampler
 
@@ -53,7 +53,7 @@ class Run:
         assert isinstance(command, End), command
         return command
 
-    def commit(self, command: Train, disposed: list[DisposedRow] | None = None) -> None:
+    def commit(self, command: Train, disposed: list[DisposedRows] | None = None) -> None:
         for trainer in self.trainers:
             trainer.trained(command, disposed=disposed)
 
@@ -175,12 +175,12 @@ def test_g9_payloads_larger_than_the_buffer_do_not_stop_the_run(max_buffered_byt
         command = run.next()
         if isinstance(command, Train):
             rows = [
-                DisposedRow(group, mask & 1, "payload_lost" if command.step == 1 else "trained")
+                disposed_row(group, mask & 1, "payload_lost" if command.step == 1 else "trained")
                 for group, mask in command.rows
                 if mask & 1
             ]
             rows += [
-                DisposedRow(group, mask & 2, "returned" if command.step == 2 else "trained")
+                disposed_row(group, mask & 2, "returned" if command.step == 2 else "trained")
                 for group, mask in command.rows
                 if mask & 2
             ]
@@ -198,7 +198,7 @@ def test_g9_a_full_buffer_of_groups_that_wait_for_their_rest_does_not_stop_the_r
     (lease,) = run.rollout.lease(1)
     run.rollout.complete(lease, payloads=[b"12345678"] * 2)
     group = lease.group
-    run.commit(run.next_train(), [DisposedRow(group, 0b01, "returned"), DisposedRow(group, 0b10, "payload_lost")])
+    run.commit(run.next_train(), [disposed_row(group, 0b01, "returned"), disposed_row(group, 0b10, "payload_lost")])
     assert run.controller.rollouts.buffered_bytes > 7
     (rest,) = run.rollout.lease(1)
     run.rollout.complete(rest, payloads=[b"12345678"])
@@ -694,10 +694,10 @@ def test_dispositions_go_where_they_should() -> None:
     (group,) = run.generate()
     command = run.next_train()
     rows = [
-        DisposedRow(group, 0b0001, "trained"),
-        DisposedRow(group, 0b0010, "discarded", "dull"),
-        DisposedRow(group, 0b0100, "returned"),
-        DisposedRow(group, 0b1000, "payload_lost"),
+        disposed_row(group, 0b0001, "trained"),
+        disposed_row(group, 0b0010, "discarded", "dull"),
+        disposed_row(group, 0b0100, "returned"),
+        disposed_row(group, 0b1000, "payload_lost"),
     ]
     run.commit(command, rows)
     assert (run.house.settled("trained"), run.house.settled("discarded"), run.house.reasons()) == (1, 1, ["dull"])
@@ -711,7 +711,7 @@ def test_dispositions_go_where_they_should() -> None:
 def test_a_step_that_returns_everything_still_counts() -> None:
     run = Run(groups_per_step=1)
     (group,) = run.generate()
-    run.commit(run.next_train(), [DisposedRow(group, 0b11, "returned")])
+    run.commit(run.next_train(), [disposed_row(group, 0b11, "returned")])
     assert run.controller.commands.steps == 1
     assert run.house.settled() == 0
     assert run.next_train().rows == ((group, 0b11),)

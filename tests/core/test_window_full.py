@@ -7,13 +7,13 @@ import random
 from typing import Any
 
 import pytest
-from core_harness import House, Worker, rows
+from core_harness import House, Worker, disposed_row, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_harness import Batches, ReplayHouse, cut, journal, keys_of, train
 
 from cosmos_ctrl.audit import audit_journals
-from cosmos_ctrl.core.commands import DisposedRow, End, Save, Train
+from cosmos_ctrl.core.commands import End, Save, Train
 from cosmos_ctrl.core.groups import Lease, LeasesCancelled, PayloadsFreed
 from cosmos_ctrl.core.samplers import SeekableSampler
 
@@ -350,7 +350,7 @@ def play_to_the_end(house: House, seed: int) -> list[str]:
         if isinstance(command, End):
             return [values["key"] for event, values in house.events if event == "issue"]
         if isinstance(command, Train):
-            trainer.trained(command, disposed=[DisposedRow(*row, "trained") for row in command.rows])
+            trainer.trained(command, disposed=[disposed_row(*row, "trained") for row in command.rows])
         else:
             trainer.saved(command)
             house.publish()

@@ -9,8 +9,25 @@ from hypothesis import strategies as st
 from cosmos_ctrl.core.errors import MessageTooLargeError, SequenceGapError, WindowFullError
 from cosmos_ctrl.v1 import reports_pb2 as pb
 from cosmos_worker.errors import ProtocolError
-from cosmos_worker.report_items import CompletionItem, EndItem, MetricItem, RolloutItem, WeightsItem, form_batch
+from cosmos_worker.report_items import (
+    CompletionItem,
+    EndItem,
+    FormedBatch,
+    MetricItem,
+    RolloutItem,
+    WeightsItem,
+    form_batch,
+)
 from cosmos_worker.window import ReportWindow, WindowLimits
+
+
+def decoded(batch: FormedBatch | None) -> pb.ReportBatch:
+    """What the controller reads of it."""
+    assert batch is not None
+    message = pb.ReportBatch.FromString(b"".join(batch.parts))
+    assert message.number == batch.number
+    assert [list(block.leases) for block in message.rollouts] == list(batch.leases)
+    return message
 
 
 def rollout(group: int, index: int, *, lease: int = 1, payload: bytes = b"p") -> RolloutItem:
@@ -119,7 +136,7 @@ class History:
 
     def step(self, kind: str) -> None:
         if kind == "send" and (batch := self.window.next_batch()) is not None:
-            self.sent.append(batch.SerializeToString(deterministic=True))
+            self.sent.append(b"".join(batch.parts))
         elif kind == "deliver" and self.sent:
             self.acks.append(self.server.take(self.sent.pop(0)))
         elif kind == "ack":
@@ -169,7 +186,7 @@ def test_g6_every_item_is_applied_once_and_in_order(history, batches, batch_comp
 @given(st.permutations(range(130)), st.integers(1, 4))
 def test_completions_reported_one_by_one_share_their_groups_rows(order, parts):
     items = [rollout(1 + index % parts, index, payload=str(index).encode()) for index in order]
-    (block,) = form_batch(1, items).rollouts
+    (block,) = decoded(form_batch(1, items)).rollouts
     assert sorted(said(pb.ReportBatch(rollouts=[block]))) == sorted(map(entry_of, items))
     # One row a word and group at most.
     assert len(block.groups) <= 3 * parts
@@ -177,7 +194,7 @@ def test_completions_reported_one_by_one_share_their_groups_rows(order, parts):
 
 
 def test_two_claims_about_one_completion_stay_two_rows():
-    (block,) = form_batch(1, [rollout(1, 3), rollout(1, 3), rollout(1, 4)]).rollouts
+    (block,) = decoded(form_batch(1, [rollout(1, 3), rollout(1, 3), rollout(1, 4)])).rollouts
     assert list(block.masks) == [0b1000, 0b11000]
 
 
@@ -189,7 +206,7 @@ def test_blocks_are_by_outcome_reason_codec_and_kind_of_payload():
     handle = RolloutItem(
         outcome=pb.OUTCOME_COMPLETED, group=2, lease=1, mask=1, rewards=(1.0,), payload_kind="handle", payloads=("h",)
     )
-    batch = form_batch(1, [*discarded, rollout(2, 1), handle])
+    batch = decoded(form_batch(1, [*discarded, rollout(2, 1), handle]))
     assert [(block.reason, list(block.masks)) for block in batch.rollouts[:2]] == [("a", [0b101]), ("b", [0b10])]
     assert [(len(block.payloads), len(block.handles)) for block in batch.rollouts[2:]] == [(1, 0), (0, 1)]
 
@@ -222,7 +239,7 @@ def test_bytes_are_bounded_too_and_one_item_always_fits():
 def test_an_estimate_is_never_below_the_message():
     items = [rollout(1 << 60, 63, lease=1 << 60, payload=b"x" * size) for size in (0, 1, 1000)]
     batch = form_batch(1, items)
-    assert batch.ByteSize() <= sum(item.size_bytes for item in items) + 64
+    assert decoded(batch).ByteSize() <= sum(item.size_bytes for item in items) + 64
 
 
 def test_the_end_and_the_last_value_of_a_metric_travel():
@@ -235,7 +252,7 @@ def test_the_end_and_the_last_value_of_a_metric_travel():
         EndItem("done"),
     ):
         window.append(item)
-    batch = window.next_batch()
+    batch = decoded(window.next_batch())
     assert {m.name: m.value for m in batch.metrics} == {"a": 2.0, "b": 5.0}
     assert len(batch.metrics) == 2
     assert batch.end.reason == "done"

@@ -74,15 +74,8 @@ def finish(house: Scene) -> None:
 
 
 def test_g6_acks_that_come_twice_and_late_are_heard_once(house: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub_class = client_module.ControllerServiceStub
-
-    def strange(channel: Any) -> Any:
-        stub = stub_class(channel)
-        stream = stub.StreamReports
-        stub.StreamReports = lambda: StrangeCall(stream())
-        return stub
-
-    monkeypatch.setattr(client_module, "ControllerServiceStub", strange)
+    opens = client_module.Connection.open_reports
+    monkeypatch.setattr(client_module.Connection, "open_reports", lambda connection: StrangeCall(opens(connection)))
     StrangeCall.heard = 0
     with SyncRollout.from_env(environ=house.environ(), config=CONFIG) as rollout:
         held = lease_all(rollout, house)
@@ -140,14 +133,14 @@ class Count:
 
 def count_streams(rollout: SyncRollout) -> Count:
     """Counts the report streams that are opened from now on."""
-    count, stub = Count(), rollout._connection.stub
-    opens = stub.StreamReports
+    count, connection = Count(), rollout._connection
+    opens = connection.open_reports
 
     def counted() -> Any:
         count.add()
         return opens()
 
-    stub.StreamReports = counted
+    connection.open_reports = counted  # type: ignore[method-assign]
     return count
 
 

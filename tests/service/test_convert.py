@@ -11,7 +11,7 @@ from google.protobuf import duration_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosmos_ctrl.core.commands import DisposedRow, End, Save, Train
+from cosmos_ctrl.core.commands import DisposedRows, End, Save, Train
 from cosmos_ctrl.core.controller import GroupPayloads
 from cosmos_ctrl.core.errors import MalformedError
 from cosmos_ctrl.core.execution import Notice, Place
@@ -181,11 +181,7 @@ def test_disposed_rows_come_in_order_with_their_words():
     report = reports_pb2.CompletionReport(command=4, completed_training_step=9, optimizer_updates=2, rows=[block])
     (back,) = convert.batch_from_message(reports_pb2.ReportBatch(number=1, completions=[report])).completions
     assert (back.command, back.step, back.optimizer_updates) == (4, 9, 2)
-    assert back.rows == (
-        DisposedRow(5, 3, "discarded", "long"),
-        DisposedRow(5, 1 << 64, "discarded", "long"),
-        DisposedRow(6, 4 << 128, "discarded", "long"),
-    )
+    assert back.disposed == (DisposedRows("discarded", ((5, 3), (5, 1 << 64), (6, 4 << 128)), "long"),)
 
 
 def test_a_batch_is_told_from_another_by_any_part_of_its_content():
@@ -283,7 +279,8 @@ def completion(index: int, payload: bytes | None = None, handle: str | None = No
 
 
 def chunks_of(groups: list[GroupPayloads], most_bytes: int) -> Iterator[list]:
-    return (list(response.groups) for response in messages.payload_messages(groups, most_bytes))
+    encoded = (b"".join(parts) for parts in messages.payload_parts(groups, most_bytes))
+    return (list(pb.FetchPayloadsResponse.FromString(response).groups) for response in encoded)
 
 
 def reassembled(chunks) -> dict[int, list]:
@@ -301,6 +298,14 @@ def test_an_empty_share_is_one_message_without_groups():
 def test_a_group_without_completions_is_still_named():
     (chunk,) = chunks_of([GroupPayloads(1, Prompt("k"), ())], 100)
     assert [part.group for part in chunk] == [1]
+
+
+def test_the_prompt_counts_in_every_message_that_its_group_continues_in():
+    group = GroupPayloads(1, Prompt("k", payload=b"p" * 200), tuple(completion(i, b"x" * 100) for i in range(9)))
+    encoded = [b"".join(parts) for parts in messages.payload_parts([group], 600)]
+    assert len(encoded) > 2
+    assert all(len(message) <= 620 for message in encoded)
+    assert sum(map(len, reassembled(chunks_of([group], 600)).values())) == 9
 
 
 def test_absent_payload_empty_payload_and_handle_are_told_apart():

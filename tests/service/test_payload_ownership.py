@@ -153,7 +153,7 @@ async def test_payloads_of_a_process_that_was_replaced_are_the_controllers_until
 async def test_a_trainer_that_reads_no_payloads_holds_nothing_but_its_own_stream_up(houses, monkeypatch):
     house, trainer, rollout = await running(houses, groups_per_step=8, max_outstanding_groups=8)
     made = 0
-    make = messages_module.payload_messages
+    make = messages_module.payload_parts
 
     def counted(*arguments: Any) -> Any:
         nonlocal made
@@ -161,7 +161,7 @@ async def test_a_trainer_that_reads_no_payloads_holds_nothing_but_its_own_stream
             made += 1
             yield chunk
 
-    monkeypatch.setattr(messages_module, "payload_messages", counted)
+    monkeypatch.setattr(messages_module, "payload_parts", counted)
     monkeypatch.setattr("cosmos_ctrl.service.servicer.PAYLOAD_CHUNK_BYTES", 1 << 18)
     groups = (await rollout.lease(8)).groups
     for group in groups:

@@ -7,10 +7,10 @@ from typing import Any
 
 from simulated_world import World, bits_of, fingerprint, prompt_of
 
-from cosmos_ctrl.core.admission import Batch, RolloutRows, RowRefused
+from cosmos_ctrl.core.admission import Batch, RowRefused
 from cosmos_ctrl.core.errors import NotRegisteredError, StaleExecutionError, SupersededError
 from cosmos_ctrl.core.execution import Place, WorkerInfo
-from cosmos_ctrl.core.groups import Lease, LeasesCancelled
+from cosmos_ctrl.core.groups import Lease, LeasesCancelled, RolloutRows
 
 
 @dataclass
@@ -173,6 +173,8 @@ class RolloutSide:
                 "highest_versions": [version],
                 "rewards": [float(bit) for bit in bits],
             }
+            if not worker.handles:
+                self.world.longest_payload = max(self.world.longest_payload, *map(len, texts))
             rows |= {"handles": texts} if worker.handles else {"payloads": [text.encode() for text in texts]}
         return RolloutRows(**rows)
 

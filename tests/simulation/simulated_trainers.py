@@ -12,7 +12,7 @@ from simulated_world import Crash, World, bits_of, prompt_of
 
 from cosmos_ctrl.core.admission import Batch, WeightAnnouncement
 from cosmos_ctrl.core.agreement import Restored
-from cosmos_ctrl.core.commands import CompletionReport, DisposedRow, End, Save, ShardReceipt, Train
+from cosmos_ctrl.core.commands import CompletionReport, DisposedRows, End, Save, ShardReceipt, Train
 from cosmos_ctrl.core.controller import Publish
 from cosmos_ctrl.core.errors import StorageUnavailableError
 from cosmos_ctrl.core.execution import WorkerInfo
@@ -114,13 +114,13 @@ class TrainerSide:
         rows = self._dispose(command) if leads else ()
         if leads:
             self.leader_steps = command.step
-        for row in rows:
-            if row.disposition == "trained":
-                oracle.model.update(oracle.names(row.group, row.mask))
+        for block in rows:
+            for group, mask in block.rows if block.disposition == "trained" else ():
+                oracle.model.update(oracle.names(group, mask))
         if leads:
             self.world.due_feedback = self._feedback_of(rows)
         updates = 1 + command.step % 2
-        report = CompletionReport(command=command.number, step=command.step, optimizer_updates=updates, rows=rows)
+        report = CompletionReport(command=command.number, step=command.step, optimizer_updates=updates, disposed=rows)
         self._submit(trainer, completions=(report,))
         trainer.command = None
         trainer.position += 1
@@ -159,11 +159,11 @@ class TrainerSide:
                 stale = limit is not None and command.step - 1 - completion.lowest_version > limit
                 assert not stale, "a stale completion was trained"
 
-    def _dispose(self, command: Train) -> tuple[DisposedRow, ...]:
-        rows: list[DisposedRow] = []
+    def _dispose(self, command: Train) -> tuple[DisposedRows, ...]:
+        rows: list[DisposedRows] = []
         for group, mask in command.rows:
             if self.world.calm or self.rng.random() < 0.7:
-                rows.append(DisposedRow(group, mask, "trained"))
+                rows.append(DisposedRows("trained", ((group, mask),)))
                 continue
             left = mask
             while left:
@@ -171,14 +171,14 @@ class TrainerSide:
                 left &= ~part
                 disposition: Any = self.rng.choice(["trained", "trained", "discarded", "returned", "payload_lost"])
                 reason = "trainer-rejected" if disposition == "discarded" else ""
-                rows.append(DisposedRow(group, part, disposition, reason))
+                rows.append(DisposedRows(disposition, ((group, part),), reason))
         self.rng.shuffle(rows)
         return tuple(rows)
 
-    def _feedback_of(self, rows: tuple[DisposedRow, ...]) -> list[PromptFeedback]:
+    def _feedback_of(self, rows: tuple[DisposedRows, ...]) -> list[PromptFeedback]:
         """What the sampler is told: each prompt once, in the order of the rows, with what was trained or discarded of it."""
-        told = [row for row in rows if row.disposition in ("trained", "discarded")]
-        masks = {row.group: sum(other.mask for other in told if other.group == row.group) for row in told}
+        told = [row for block in rows if block.disposition in ("trained", "discarded") for row in block.rows]
+        masks = {group: sum(mask for other, mask in told if other == group) for group, _ in told}
         key_of = self.world.oracle.key_of
         return [
             PromptFeedback(key_of[group], "pool", tuple(map(float, bits_of(mask)))) for group, mask in masks.items()

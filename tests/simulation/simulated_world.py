@@ -101,6 +101,8 @@ class World:
         self.out: dict[int, int] = {}
         """Newest lease of each group of which its holder has not reported everything."""
         self.given_up: set[int] = set()
+        self.longest_payload = 0
+        """Of this execution, in bytes."""
         """Groups that were discarded to make room."""
         self.due_feedback: list[PromptFeedback] = []
         """What the next commit tells the sampler."""
@@ -280,7 +282,9 @@ class World:
         if core.lifecycle.phase != "RUNNING" or (policy.announces_weights and core.leasing.weights is None):
             return
         assert not core.leasing.can_give, "G9: nothing was given, though something could be"
-        if core.rollouts.buffered_bytes > policy.max_buffered_bytes or oracle.issued == self.plan.budget:
+        # At most so much may be expected of what is out; before the first payload nothing is.
+        expected = core.rollouts.leased_groups * self.plan.n * self.longest_payload
+        if core.rollouts.buffered_bytes + expected > policy.max_buffered_bytes or oracle.issued == self.plan.budget:
             return
         if core.rollouts.outstanding_groups < policy.max_outstanding_groups:
             assert self._window_is_full(), "G9: nothing was drawn, though there is room"
