@@ -1,6 +1,7 @@
 """Files of a checkpoint: hashed while they are written, durable once they are closed.
 
-* Every byte is hashed once, from memory, in the order it is written; a short write is completed; nothing is read back.
+* Every byte is hashed once, from memory, in the order it is written; a short write is completed; nothing is read back. What comes in
+  large pieces is hashed while it is written, on a thread of its own.
 * Write-back starts early, on a thread of its own, so that the final fsync is short. What that thread meets poisons the file.
 * After any failure the file is never fsynced again: the kernel has forgotten the pages, and a second fsync would succeed
   over bytes that are not there. The first OSError is what every later call raises, as the system said it.
@@ -13,13 +14,15 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from cosmos_ctrl.checkpoints.digests import DEFAULT_ALGORITHM, new_hasher
+from cosmos_ctrl.checkpoints.digests import DEFAULT_ALGORITHM, Hasher, new_hasher
 from cosmos_worker.errors import UsageError
 from cosmos_worker.settings import RUN_DIRECTORY
 
@@ -29,8 +32,11 @@ if TYPE_CHECKING:
 #: Bytes between two write-backs.
 WRITE_BACK_BYTES = 32 << 20
 
-#: Linux writes at most 2 GiB less a page at once; smaller pieces also let hashing and writing overlap with write-back.
+#: Linux writes at most 2 GiB less a page at once; smaller pieces also let writing overlap with write-back.
 _PIECE_BYTES = 64 << 20
+
+#: From so many bytes on, handing a piece to another thread costs little beside hashing it.
+_LARGE_BYTES = 1 << 20
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -73,7 +79,7 @@ class HashingFile(io.BufferedIOBase):
         super().__init__()
         self._fd = -1
         self._calls = calls or SystemCalls()
-        self._hasher = new_hasher(algorithm)
+        self._hashing = _Hashing(new_hasher(algorithm))
         self._written = 0
         self._failure: OSError | None = None
         self._result: WrittenFile | None = None
@@ -103,10 +109,15 @@ class HashingFile(io.BufferedIOBase):
             self._raise_failure()
             raise ValueError(f"{self.path} is closed")
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
-            self._write_all(piece)
-            self._hasher.update(piece)
+        try:
+            with self._hashing.of(view):
+                for start in range(0, len(view), _PIECE_BYTES):
+                    self._write_all(view[start : start + _PIECE_BYTES])
+        except BaseException as error:
+            # Also an interrupt: what is on the disk may be more than what was hashed.
+            self._failure = self._failure or OSError(f"{self.path} is lost: {error!r}")
+            self._release()
+            raise
         return len(view)
 
     def close(self) -> None:
@@ -164,7 +175,7 @@ class HashingFile(io.BufferedIOBase):
         size = self._calls.size(self._fd)
         if size != self._written:
             raise OSError(f"{self.path} has {size} bytes after {self._written} were written")
-        self._result = WrittenFile(size, self._hasher.digest())
+        self._result = WrittenFile(size, self._hashing.digest())
 
     def _check_write_back(self) -> None:
         if self._write_back.failure is not None:
@@ -184,6 +195,7 @@ class HashingFile(io.BufferedIOBase):
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
+        self._hashing.stop()
         self._write_back.stop()
         if self._write_back.failure is not None:
             self._result = None
@@ -198,6 +210,56 @@ class HashingFile(io.BufferedIOBase):
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+class _Hashing:
+    """Hashes what is written; what is large on a thread that is made when it is first needed."""
+
+    def __init__(self, hasher: Hasher) -> None:
+        self._hasher = hasher
+        self._pieces: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._hashed: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def of(self, view: memoryview) -> Iterator[None]:
+        """Hash `view` while the body writes it; both are done with it afterwards, for its owner may change it."""
+        if len(view) < _LARGE_BYTES:
+            yield
+            self._hasher.update(view)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="cosmos-hash", daemon=True)
+            self._thread.start()
+        self._pieces.put(view[:])  # a view of its own, to be released
+        try:
+            yield
+        finally:
+            failure = self._hashed.get()
+        if failure is not None:
+            raise failure
+
+    def digest(self) -> str:
+        """``algorithm:hex`` of everything so far."""
+        return self._hasher.digest()
+
+    def stop(self) -> None:
+        """End the thread."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._pieces.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (view := self._pieces.get()) is not None:
+            failure = None
+            try:
+                self._hasher.update(view)
+            except BaseException as error:  # whatever it is, it is the writer's
+                failure = error
+            # Before the writer goes on: its buffer may be resized or freed then.
+            view.release()
+            self._hashed.put(failure)
 
 
 class _WriteBack:

@@ -68,6 +68,67 @@ def test_the_digest_is_of_what_is_on_the_disk(tmp_path):
         file.write(b"x")
 
 
+LARGE = shards._LARGE_BYTES
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+@pytest.mark.parametrize("sizes", [[LARGE], [LARGE - 1, LARGE, 1, 3 * LARGE + 7], [LARGE + 1, 0, 5, LARGE]])
+def test_large_pieces_are_hashed_in_their_order_among_small_ones(tmp_path, sizes, monkeypatch):
+    monkeypatch.setattr(shards, "_PIECE_BYTES", LARGE // 2 + 3)
+    parts = [os.urandom(size) for size in sizes]
+    before = len(threads_named("cosmos-hash"))
+    file = HashingFile(tmp_path / "a")
+    for part in parts:
+        assert file.write(part) == len(part)
+    assert len(threads_named("cosmos-hash")) == before + 1
+    file.close()
+    assert len(threads_named("cosmos-hash")) == before
+    assert file.result.digest == digest(b"".join(parts))
+    assert (tmp_path / "a").read_bytes() == b"".join(parts)
+
+
+def test_a_large_piece_is_its_owners_again_when_it_is_written(tmp_path):
+    buffer = bytearray(os.urandom(4 * LARGE))
+    content = b""
+    file = HashingFile(tmp_path / "a")
+    for _ in range(5):
+        content += buffer
+        file.write(buffer)
+        buffer[:] = bytes(len(buffer))  # raises BufferError, or spoils the digest, if anybody still looks
+        buffer += b"more"
+    file.close()
+    assert file.result.digest == digest(content)
+
+
+def test_a_large_piece_that_cannot_be_written_leaves_no_thread_behind(tmp_path):
+    before = len(threads_named("cosmos-hash"))
+    file = HashingFile(tmp_path / "a", calls=Device(write=(2, errno.ENOSPC), short=LARGE).calls())
+    with pytest.raises(OSError, match="No space left"):
+        file.write(bytes(4 * LARGE))
+    assert len(threads_named("cosmos-hash")) == before
+    with pytest.raises(OSError, match="No space left"):
+        file.close()
+
+
+@pytest.mark.parametrize("size", [5, LARGE])
+def test_a_file_that_could_not_be_hashed_is_lost(tmp_path, monkeypatch, size):
+    file = HashingFile(tmp_path / "a")
+
+    def fails(_: object) -> None:
+        raise MemoryError("no room to hash")
+
+    monkeypatch.setattr(type(file._hashing._hasher), "update", lambda _, data: fails(data))
+    with pytest.raises(MemoryError):
+        file.write(bytes(size))
+    monkeypatch.undo()
+    for later in (lambda: file.write(b"more"), file.close, lambda: file.result):
+        with pytest.raises(OSError, match="is lost: MemoryError"):
+            later()
+
+
 def test_short_writes_are_completed(tmp_path):
     device = Device(short=7)
     data = os.urandom(1000)
