@@ -60,11 +60,10 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _require_faithful(value: Any, place: str, depth: int) -> None:
-    if value is None or type(value) in (bool, int):
+    if _is_plain(value):
         return
     if type(value) is str:
-        # Most strings are ASCII, and that is known without a scan.
-        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        if any("\ud800" <= character <= "\udfff" for character in value):
             raise TypeError(f"{place} has a lone surrogate, which UTF-8 cannot carry")
         return
     if type(value) is float and math.isfinite(value):
@@ -78,10 +77,18 @@ def _require_faithful(value: Any, place: str, depth: int) -> None:
         raise TypeError(f"{place} is nested deeper than {MAX_DEPTH}")
     if type(value) is list:
         for index, item in enumerate(value):
-            _require_faithful(item, f"{place}[{index}]", depth - 1)
+            if not _is_plain(item):  # else a place would be written out for each
+                _require_faithful(item, f"{place}[{index}]", depth - 1)
         return
     for key, item in value.items():
         if type(key) is not str:
             raise TypeError(f"{place} has the key {key!r} of type {type(key).__name__}; JSON has only strings")
-        _require_faithful(key, f"a key of {place}", depth)
-        _require_faithful(item, f"{place}[{key!r}]", depth - 1)
+        if not key.isascii():
+            _require_faithful(key, f"a key of {place}", depth)
+        if not _is_plain(item):
+            _require_faithful(item, f"{place}[{key!r}]", depth - 1)
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind is int or value is None or kind is bool or (kind is str and value.isascii())
