@@ -75,17 +75,12 @@ def _require_faithful(value: Any, place: str, depth: int) -> None:
         )
     if depth == 0:
         raise TypeError(f"{place} is nested deeper than {MAX_DEPTH}")
-    if type(value) is list:
-        for index, item in enumerate(value):
-            if not _is_plain(item):  # else a place would be written out for each
-                _require_faithful(item, f"{place}[{index}]", depth - 1)
-        return
-    for key, item in value.items():
-        if type(key) is not str:
+    for key, item in enumerate(value) if type(value) is list else value.items():
+        if type(value) is dict and type(key) is not str:
             raise TypeError(f"{place} has the key {key!r} of type {type(key).__name__}; JSON has only strings")
-        if not key.isascii():
+        if not _is_plain(key):
             _require_faithful(key, f"a key of {place}", depth)
-        if not _is_plain(item):
+        if not _is_plain(item):  # else a place would be written out for each
             _require_faithful(item, f"{place}[{key!r}]", depth - 1)
 
 
