@@ -3,7 +3,7 @@
 * An OS error is ``StorageUnavailableError`` with its path and operation.
 * A failed fsync is final: the kernel marks the pages clean, so a second fsync of the same content would succeed and lie. What
   failed once is refused for as long as this process lives.
-* A directory's own name is durable once its parent is fsynced.
+* A directory's own name is durable once its parent is fsynced, and is reached only if so are those of all above it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from cosmos_ctrl.core.errors import CheckpointError, StorageUnavailableError
@@ -21,6 +21,7 @@ from cosmos_ctrl.core.errors import CheckpointError, StorageUnavailableError
 _failed: set[tuple[int, int, int]] = set()
 
 _LINK_UNSUPPORTED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 
@@ -61,12 +62,15 @@ def fsync_directory(directory: Path) -> None:
         StorageUnavailableError: it failed, or it had failed before.
     """
     with storage_errors(directory, "fsync of the directory"):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            status = os.fstat(descriptor)
-            _fsync(descriptor, directory, (status.st_dev, status.st_ino, 0))
-        finally:
-            os.close(descriptor)
+        _fsync_and_close(os.open(directory, _DIRECTORY_FLAGS), directory)
+
+
+def _fsync_and_close(descriptor: int, directory: Path) -> None:
+    try:
+        status = os.fstat(descriptor)
+        _fsync(descriptor, directory, (status.st_dev, status.st_ino, 0))
+    finally:
+        os.close(descriptor)
 
 
 def _fsync(descriptor: int, path: Path | str, key: tuple[int, int, int]) -> None:
@@ -81,34 +85,50 @@ def _fsync(descriptor: int, path: Path | str, key: tuple[int, int, int]) -> None
 
 
 def ensure_directory(directory: Path) -> None:
-    """Make `directory` and its missing parents; its name is durable afterwards, whoever made it.
+    """Make `directory`, unless it is there; its name is durable afterwards, whoever made it.
 
     Raises:
-        StorageUnavailableError: it could not be made, or not be made durable.
+        StorageUnavailableError: it could not be made (its parent must exist), or not be made durable.
     """
     with storage_errors(directory, "mkdir"):
         try:
             os.mkdir(directory)  # noqa: PTH102 - one system call, its errors apart
-        except FileNotFoundError:
-            ensure_directory(directory.parent)
-            with suppress(FileExistsError):
-                os.mkdir(directory)  # noqa: PTH102
         except FileExistsError:
             if not directory.is_dir():
                 raise
-    fsync_name(directory)
+    if not _is_mount_point(directory):
+        fsync_directory(directory.parent)
 
 
-def fsync_name(directory: Path) -> None:
-    """Make the name of an existing directory durable. A mount point's name is not the file system's to lose.
+def fsync_path(directory: Path) -> None:
+    """Make the whole way to an existing directory durable: its name, and the names of all that it lies in.
+
+    Whoever made those may have died before, or never have thought of it. It ends at a mount point, or at the first directory that
+    this process may neither read nor write: it has no means there, and made nothing there.
 
     Raises:
         StorageUnavailableError: it failed.
     """
     with storage_errors(directory, "stat"):
-        mounted = directory.stat().st_dev != directory.parent.stat().st_dev
-    if not mounted:
-        fsync_directory(directory.parent)
+        path = Path(os.path.realpath(directory, strict=True))
+    while not _is_mount_point(path):
+        above = path.parent
+        with storage_errors(above, "fsync of the directory"):
+            try:
+                descriptor = os.open(above, _DIRECTORY_FLAGS)
+            except PermissionError:
+                if os.access(above, os.W_OK):
+                    raise
+                return
+            _fsync_and_close(descriptor, above)
+        path = above
+
+
+def _is_mount_point(directory: Path) -> bool:
+    # A mount point's name is not the file system's to lose.
+    with storage_errors(directory, "stat"):
+        here, above = directory.stat(), directory.parent.stat()
+    return here.st_dev != above.st_dev or here.st_ino == above.st_ino
 
 
 def write_file(path: Path, data: bytes, *, mode: int) -> None:

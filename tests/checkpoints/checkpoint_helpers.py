@@ -15,7 +15,8 @@ import pytest
 
 from cosmos_ctrl.checkpoints.artifacts import Artifact
 from cosmos_ctrl.checkpoints.digests import digest_bytes
-from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, Parent, publish_from_receipts
+from cosmos_ctrl.checkpoints.document import Parent
+from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, publish_from_receipts
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -45,14 +46,13 @@ def write(directory: Path, content: dict[str, bytes] | None = None) -> Path:
 
 
 def publish(directory: Path, step: int = 3, checkpoint_id: str = "c0ffee", **kwargs: Any) -> CheckpointManifest:
-    arguments = {"required_artifacts": CONTENT, "compatibility": COMPATIBILITY} | kwargs
+    arguments: dict[str, Any] = {"required_artifacts": CONTENT, "compatibility": COMPATIBILITY} | kwargs
     return CheckpointManifest.publish(directory, metadata(step, checkpoint_id), **arguments)
 
 
 def load(directory: Path, **kwargs: Any) -> CheckpointManifest:
-    return CheckpointManifest.load(
-        directory, **({"required_artifacts": CONTENT, "compatibility": COMPATIBILITY} | kwargs)
-    )
+    arguments: dict[str, Any] = {"required_artifacts": CONTENT, "compatibility": COMPATIBILITY} | kwargs
+    return CheckpointManifest.load(directory, **arguments)
 
 
 def receipts(content: dict[str, bytes] | None = None) -> dict[str, Artifact]:
@@ -102,9 +102,16 @@ class Zygote:
         self.process.wait(10)
         self.process.stdout.close()
 
-    def run(self, task: str, directory: Path, *strace: str) -> dict[str, Any]:
-        """The task's outcome: ``{"ok": value}``, ``{"error": class, …}``, or ``{"killed": signal}``."""
-        pid = self._ask({"task": task, "directory": str(directory)})["pid"]
+    def run(self, task: str, directory: Path, *strace: str, **how: Any) -> dict[str, Any]:
+        """The task's outcome: ``{"ok": value}``, ``{"error": class, …}``, or ``{"killed": signal}``, and what it ``told`` before.
+
+        Args:
+            task: its name in ``checkpoint_tasks``.
+            directory: what it works on.
+            strace: options of strace.
+            how: what the child is to be: ``mutant`` (a name), ``user`` (an ID), ``umask``, ``file_limit`` (bytes).
+        """
+        pid = self._ask({"task": task, "directory": str(directory), **how})["pid"]
         tracer = subprocess.Popen(["strace", "-p", str(pid), *strace], stderr=subprocess.PIPE, text=True)
         assert tracer.stderr
         with tracer.stderr:
@@ -118,9 +125,14 @@ class Zygote:
         tracer.wait(10)
         return outcome
 
-    def calls(self, task: str, directory: Path, log: Path) -> Counter[str]:
-        """How often the untampered task makes each system call."""
-        outcome = self.run(task, directory, "-o", str(log))
+    def run_untraced(self, task: str, directory: Path, **how: Any) -> dict[str, Any]:
+        """As `run`, with nobody looking on."""
+        self._ask({"task": task, "directory": str(directory), **how})
+        return self._ask({})
+
+    def calls(self, task: str, directory: Path, log: Path, *strace: str) -> Counter[str]:
+        """How often the task makes each system call; untampered, unless `strace` says so."""
+        outcome = self.run(task, directory, "-o", str(log), *strace)
         assert "ok" in outcome, outcome
         names = re.findall(r"^([a-z_0-9]+)\(", log.read_text(), flags=re.MULTILINE)
         # The wait for the go-ahead is taken up anew when the child is traced: a kill there comes before the task, or not, as it happens.
@@ -131,7 +143,8 @@ class Zygote:
         assert self.process.stdout
         self.process.stdin.write(json.dumps(message) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
 
 
 def unavailable(why: str) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import checkpoint_helpers as helpers
+import crash_tasks
 
 from cosmos_ctrl.checkpoints import claims, damage, discovery
 from cosmos_ctrl.checkpoints.manifest import publish_from_receipts
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.core.errors import ControlError
 
-TASKS = {
+TASKS: dict[str, Callable[[Path], Any]] = {
     "publish": lambda directory: helpers.publish(directory).digest(),
     "receipts": lambda directory: publish_from_receipts(directory, helpers.manifest_of()),
     "load": lambda directory: helpers.load(directory).digest(),
@@ -28,11 +31,13 @@ TASKS = {
     "fresh": lambda directory: LocalStore(directory).make_directory("checkpoints/new"),
     "delete": lambda directory: LocalStore(directory).delete("manifest.json"),
 }
+assert not TASKS.keys() & crash_tasks.TASKS.keys()
+TASKS |= crash_tasks.TASKS
 
 
 def _chosen(directory: Path) -> str | None:
     found = discovery.discover(LocalStore(directory), compatibility=None, on_corrupt="previous").chosen
-    return found and found.path
+    return found.path if found else None
 
 
 def outcome(task: str, directory: Path) -> dict[str, Any]:
@@ -40,6 +45,22 @@ def outcome(task: str, directory: Path) -> dict[str, Any]:
         return {"ok": TASKS[task](directory)}
     except ControlError as error:
         return {"error": type(error).__name__, "operation": getattr(error, "operation", ""), "text": str(error)}
+    except OSError as error:
+        return {"error": type(error).__name__, "errno": error.errno, "text": str(error)}
+
+
+def prepare(asked: dict[str, Any]) -> None:
+    """Make this process what the test wants it to be."""
+    if "mutant" in asked:
+        crash_tasks.MUTANTS[asked["mutant"]]()
+    if "file_limit" in asked:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (asked["file_limit"], asked["file_limit"]))
+    if "umask" in asked:
+        os.umask(asked["umask"])
+    if "user" in asked:
+        os.setgroups([])
+        os.setgid(asked["user"])
+        os.setuid(asked["user"])
 
 
 def until_it_waits(pid: int) -> None:
@@ -54,6 +75,7 @@ def main() -> None:
     # One CPU: no thread pools, so that counting calls per thread counts them all.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as scratch:
+        crash_tasks.warm_up(Path(scratch))
         # Whatever is imported or cached on first use shall be so before the fork.
         run = Path(scratch)
         directory = helpers.write(run / "checkpoints" / "a")
@@ -74,9 +96,11 @@ def main() -> None:
         result_read, result_write = os.pipe()
         pid = os.fork()
         if pid == 0:
+            crash_tasks.answers_to(result_write)
+            prepare(asked)
             select.select([go_read], [], [])  # a call that no task makes
             result = outcome(asked["task"], Path(asked["directory"]))
-            os.write(result_write, json.dumps(result).encode())
+            os.write(result_write, json.dumps(result).encode() + b"\n")
             os._exit(0)
         os.close(go_read)
         os.close(result_write)
@@ -84,12 +108,13 @@ def main() -> None:
         print(json.dumps({"pid": pid}), flush=True)
         sys.stdin.readline()
         os.write(go_write, b"g")
-        data = os.read(result_read, 1 << 20)
+        with os.fdopen(result_read) as results:
+            said = [json.loads(line) for line in results]
         _, status = os.waitpid(pid, 0)
         os.close(go_write)
-        os.close(result_read)
         killed = {"killed": os.waitstatus_to_exitcode(status)}
-        print(data.decode() or json.dumps(killed), flush=True)
+        result = said.pop() if said and "told" not in said[-1] else killed
+        print(json.dumps(result | {"told": [message["told"] for message in said]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from checkpoint_helpers import Zygote, unavailable
+from crash_lab import Lab
 
 from cosmos_ctrl.checkpoints import durable
 
@@ -15,9 +16,20 @@ def no_remembered_failures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    if shutil.which("strace") is None:
-        unavailable("strace is not installed (Debian package strace)")
+def untraced() -> Iterator[Zygote]:
+    """For children that are only to be somebody else; where strace may not attach to another user's they run all the same."""
     process = Zygote()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="session")
+def zygote(untraced: Zygote) -> Zygote:
+    if shutil.which("strace") is None:
+        unavailable("strace is not installed (Debian package strace)")
+    return untraced
+
+
+@pytest.fixture(scope="session")
+def lab(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(zygote, tmp_path_factory.mktemp("crashes"))

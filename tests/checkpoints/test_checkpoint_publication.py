@@ -7,6 +7,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -262,17 +263,21 @@ def test_a_leftover_of_a_killed_publisher_is_no_artifact(tmp_path: Path) -> None
     load(tmp_path)
 
 
-@pytest.mark.parametrize("failing", range(1, 8))
+@pytest.mark.parametrize(
+    "failing", ["rank0.pt", "sub/rank1.pt", "sub", "first .", "..", f"{TEMPORARY_PREFIX}*", "second ."]
+)
 def test_after_a_failed_fsync_the_same_files_are_never_trusted_again(
-    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path)
-    real, count = os.fsync, 0
+    real = os.fsync
+    made: list[str] = []
 
     def fsync(descriptor: int) -> None:
-        nonlocal count
-        count += 1
-        if count == failing:
+        path = os.path.relpath(Path(f"/proc/self/fd/{descriptor}").readlink(), tmp_path)
+        name = {".": f"{'second' if 'first .' in made else 'first'} ."}.get(path, path)
+        made.append(name)
+        if fnmatch(name, failing):
             raise OSError(5, "Input/output error")
         real(descriptor)
 
@@ -280,10 +285,10 @@ def test_after_a_failed_fsync_the_same_files_are_never_trusted_again(
     monkeypatch.setattr(digests, "default_threads", lambda: 1)
     with pytest.raises(StorageUnavailableError) as caught:
         publish(tmp_path)
+    assert fnmatch(made[-1], failing)
     monkeypatch.setattr(os, "fsync", real)
-    temporary = failing == 6
-    assert ("visible" in caught.value.cause) == (failing == 7)
-    if temporary:
+    assert ("visible" in caught.value.cause) == (failing == "second .")
+    if failing.startswith(TEMPORARY_PREFIX):
         # A new attempt has a new temporary file.
         publish(tmp_path)
         return

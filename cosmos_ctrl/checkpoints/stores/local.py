@@ -193,12 +193,14 @@ class LocalStore:
     def _ensure(self, directory: Path) -> None:
         if directory in self._durable:
             return
-        if directory != self.root:
-            self._ensure(directory.parent)
-        if directory != self.root or self._make_root:
-            durable.ensure_directory(directory)
+        if directory == self.root:
+            if self._make_root:
+                with storage_errors(directory, "mkdir"):
+                    directory.mkdir(parents=True, exist_ok=True)
+            durable.fsync_path(directory)
         else:
-            durable.fsync_name(directory)
+            self._ensure(directory.parent)
+            durable.ensure_directory(directory)
         self._durable.add(directory)
 
     def _compare(self, name: str, target: Path, data: bytes) -> None:

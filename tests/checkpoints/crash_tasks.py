@@ -1,0 +1,212 @@
+"""Tasks whose crashes are enumerated, and the mutants of the code under them (run in the children of ``checkpoint_tasks``).
+
+A task gets the directory that stands for the disk. What it tells, a power loss may not take back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoint_helpers as helpers
+
+from cosmos_ctrl.checkpoints import artifacts, claims, durable
+from cosmos_ctrl.checkpoints.manifest import publish_from_receipts
+from cosmos_ctrl.checkpoints.names import MANIFEST_NAME
+from cosmos_ctrl.checkpoints.stores.local import LocalStore
+from cosmos_ctrl.v1 import controller_service_pb2 as pb
+from cosmos_worker.commands import SaveWork
+from cosmos_worker.saves import Save, SavePlace
+from cosmos_worker.shards import SystemCalls
+
+#: The committed checkpoint that some tasks find, and the one that they make.
+OLD, NEW = "checkpoints/old", "checkpoints/new"
+PUT_NAME, PUT_DATA = "deep/er/record.json", b"all of the record\n"
+
+_answer = -1
+_worker_calls = SystemCalls()
+
+
+def answers_to(descriptor: int) -> None:
+    """Where `tell` writes."""
+    global _answer
+    _answer = descriptor
+
+
+def tell(what: object) -> None:
+    """Somebody outside learns `what`."""
+    if _answer >= 0:
+        # Not by write, which tests let fail.
+        os.writev(_answer, [json.dumps({"told": str(what)}).encode() + b"\n"])
+
+
+def script(disk: Path) -> str:
+    """A script writes files as scripts do, and publishes them."""
+    directory = helpers.write(disk / "runs" / "one" / NEW)
+    return helpers.publish(directory).digest()
+
+
+def script_again(disk: Path) -> str:
+    """The script's files are there; it is publishing that is repeated."""
+    return helpers.publish(disk / "runs" / "one" / NEW).digest()
+
+
+def controller(disk: Path) -> str:
+    """A controller publishes artifacts whose bytes are durable, and no more than those."""
+    directory = disk / "run" / NEW
+    for name, data in helpers.CONTENT.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.write_file(path, data, mode=0o644)
+    tell("receipts")
+    return controller_again(disk)
+
+
+def controller_again(disk: Path) -> str:
+    """The same receipts, once more."""
+    return publish_from_receipts(disk / "run" / NEW, helpers.manifest_of(step=4, checkpoint_id="new"))
+
+
+def conflict(disk: Path) -> str:
+    """A controller publishes another manifest over a committed one."""
+    return publish_from_receipts(disk / "run" / OLD, helpers.manifest_of(step=9, checkpoint_id="other"))
+
+
+def worker(disk: Path) -> list[str]:
+    """Two ranks save; their receipts are told."""
+    return [_save(disk, rank) for rank in range(len(helpers.CONTENT))]
+
+
+def whole_save(disk: Path) -> str:
+    """From the fresh directory through the ranks' receipts to the manifest."""
+    LocalStore(disk / "run").make_directory(NEW)
+    for rank in range(len(helpers.CONTENT)):
+        _save(disk, rank)
+    return controller_again(disk)
+
+
+def _save(disk: Path, rank: int) -> str:
+    name, data = list(helpers.CONTENT.items())[rank]
+    folder, _, last = name.rpartition("/")
+    command = SaveWork(
+        number=1,
+        step=4,
+        updates=8,
+        checkpoint_id="new",
+        path=NEW,
+        execution_number=1,
+        metadata=helpers.metadata(4, "new"),
+        final=False,
+    )
+    place = SavePlace(
+        run_directory=disk / "run",
+        prefix=f"{folder}/" if folder else "",
+        names=(last,),
+        rank=rank,
+        execution_id="id-1",
+        leader=rank == 0,
+    )
+
+    def report(request: pb.ReportShardsRequest) -> pb.ReportShardsResponse:
+        if not request.HasField("receipts"):
+            return pb.ReportShardsResponse(state=pb.SAVE_STATE_ABANDONED)
+        tell(",".join(receipt.name for receipt in request.receipts.receipts))
+        return pb.ReportShardsResponse(state=pb.SAVE_STATE_PENDING)
+
+    save = Save(command, place, report, calls=_worker_calls)
+    with save:
+        file = save.open(last)
+        file.write(data)
+    return save.state
+
+
+def first_claim(disk: Path) -> int:
+    """A controller claims in a run that is nowhere yet."""
+    tell(claims.claim_execution(LocalStore(disk / "runs" / "one"), execution_id="first", note={}))
+    return 1
+
+
+def claim_twice(disk: Path) -> int:
+    """Two controllers claim, one after the other."""
+    first_claim(disk)
+    tell(claims.claim_execution(LocalStore(disk / "runs" / "one"), execution_id="second", note={}))
+    return 2
+
+
+def put(disk: Path) -> bool:
+    """A record is put into a run that is nowhere yet."""
+    return LocalStore(disk / "runs" / "one").put_if_absent(PUT_NAME, PUT_DATA)
+
+
+def uncommit(disk: Path) -> bool:
+    """A manifest is deleted."""
+    return LocalStore(disk / "run").delete(f"{OLD}/{MANIFEST_NAME}")
+
+
+TASKS: dict[str, Callable[[Path], Any]] = {
+    "script": script,
+    "script again": script_again,
+    "controller": controller,
+    "controller again": controller_again,
+    "conflict": conflict,
+    "worker": worker,
+    "whole save": whole_save,
+    "first claim": first_claim,
+    "claim twice": claim_twice,
+    "put": put,
+    "uncommit": uncommit,
+}
+
+
+def warm_up(scratch: Path) -> None:
+    """Whatever is imported or cached on first use is so afterwards."""
+    (scratch / "run").mkdir()
+    whole_save(scratch)
+    claim_twice(scratch)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """In the place of an fsync."""
+
+
+def _plain_rename(temporary: Path, target: Path) -> bool:
+    temporary.rename(target)
+    return True
+
+
+def _in_place(store: LocalStore, name: str, data: bytes) -> bool:
+    path = store.path_of(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    durable.fsync_path(path.parent)
+    path.unlink(missing_ok=True)
+    durable.write_file(path, data, mode=0o644)
+    durable.fsync_directory(path.parent)
+    return True
+
+
+def _fsync_of(kind: str) -> Callable[[int], None]:
+    def fsync(descriptor: int) -> None:
+        if kind == ("directory" if Path(f"/proc/self/fd/{descriptor}").is_dir() else "file"):
+            os.fsync(descriptor)
+
+    return fsync
+
+
+def _worker_with(fsync: Callable[[int], None]) -> None:
+    global _worker_calls
+    _worker_calls = SystemCalls(fsync=fsync)
+
+
+MUTANTS: dict[str, Callable[[], None]] = {
+    "files are not fsynced": lambda: setattr(durable, "fsync_file", _nothing),
+    "directories are not fsynced": lambda: setattr(durable, "fsync_directory", _nothing),
+    "directories of artifacts are not fsynced": lambda: setattr(artifacts, "fsync_directories", _nothing),
+    "the way to the store is not fsynced": lambda: setattr(durable, "fsync_path", _nothing),
+    "a plain rename": lambda: setattr(durable, "name_without_replacing", _plain_rename),
+    "written in place": lambda: setattr(LocalStore, "put_if_absent", _in_place),
+    "the worker fsyncs no file": lambda: _worker_with(_fsync_of("directory")),
+    "the worker fsyncs no directory": lambda: _worker_with(_fsync_of("file")),
+}
