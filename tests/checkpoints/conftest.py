@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from checkpoint_helpers import Zygote, unavailable
+from object_servers import Moto, moto
 
 from cosmos_ctrl.checkpoints import durable
 
@@ -21,3 +22,9 @@ def zygote() -> Iterator[Zygote]:
     process = Zygote()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Moto]:
+    with moto() as server:
+        yield server
