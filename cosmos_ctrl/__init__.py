@@ -6,6 +6,7 @@ The names here are what a driver without a server needs; samplers and loaders ar
 from cosmos_ctrl.checkpoints.adapter import ManifestAdapter
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
+from cosmos_ctrl.checkpoints.stores.opening import open_store
 from cosmos_ctrl.core.errors import ResumeMetadataMismatch
 from cosmos_ctrl.core.ledger import SamplingBoundary, SamplingReplayLedger, Settlement
 from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata
@@ -27,4 +28,5 @@ __all__ = [
     "Settlement",
     "TrainRequest",
     "load_resume_metadata",
+    "open_store",
 ]

@@ -78,7 +78,7 @@ def _serve(options: argparse.Namespace) -> int:
     _log_to_stderr()
     try:
         application = server.prompts_application(config)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         raise ConfigurationError(str(options.config or "configuration"), [str(error)]) from error
 
     def ready(ready: server.Ready) -> None:

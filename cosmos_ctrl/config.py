@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cosmos_ctrl.checkpoints.document import plain_compatibility
+from cosmos_ctrl.checkpoints.stores.opening import ObjectLocation, parse_location
 from cosmos_ctrl.core.policy import RunPolicy
 
 if sys.version_info >= (3, 11):
@@ -39,6 +40,12 @@ def _storable(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _openable(location: str) -> str:
+    if location:
+        parse_location(location)
+    return location
+
+
 class ConfigurationError(Exception):
     """The configuration cannot be used. Names every wrong key, its value and the reason."""
 
@@ -56,10 +63,12 @@ class RunSection(_Section):
 
     name: Annotated[str, Field(min_length=1, pattern=r"^[^/\\]+$")] = "run"
     """Name of the run, for people, and of its directory unless one is given: without separators."""
-    directory: str = ""
-    """Where executions and checkpoints lie; runs/NAME when empty."""
+    directory: Annotated[str, AfterValidator(_openable)] = ""
+    """Where executions and checkpoints lie: a path, or s3://bucket/prefix, gs://bucket/prefix, az://container/prefix; runs/NAME when
+    empty."""
     journal: bool = False
-    """Whether every draw, settlement and step is written to executions/NUMBER.jsonl, for `cosmos-ctrl report`."""
+    """Whether every draw, settlement and step is written to executions/NUMBER.jsonl, for `cosmos-ctrl report`; of a run in an object
+    store below runs/NAME."""
 
 
 class ServerSection(_Section):
@@ -247,9 +256,24 @@ class Config(_Section):
         return self
 
     @property
+    def location(self) -> str:
+        """Where executions and checkpoints lie: a path, or an object store's URI."""
+        found = self._location
+        return str(found) if isinstance(found, Path) else found.uri
+
+    @property
+    def in_object_store(self) -> bool:
+        """Whether `location` is in an object store."""
+        return not isinstance(self._location, Path)
+
+    @property
     def directory(self) -> Path:
-        """The run's directory."""
-        return Path(self.run.directory or f"runs/{self.run.name}")
+        """The run's directory; of a run in an object store the one for what stays on this machine, such as its journals."""
+        return self._location if isinstance(self._location, Path) else Path("runs", self.run.name)
+
+    @property
+    def _location(self) -> Path | ObjectLocation:
+        return parse_location(self.run.directory or f"runs/{self.run.name}")
 
     def policy(self, *, deterministic: bool = False) -> RunPolicy:
         """What the core is told, with a sampler that is deterministic or is not."""

@@ -34,7 +34,8 @@ from cosmos_ctrl.checkpoints.claims import claim_execution
 from cosmos_ctrl.checkpoints.digests import parse_digest
 from cosmos_ctrl.checkpoints.discovery import list_checkpoints
 from cosmos_ctrl.checkpoints.names import check_artifact_names
-from cosmos_ctrl.checkpoints.stores.local import LocalStore
+from cosmos_ctrl.checkpoints.stores import Store
+from cosmos_ctrl.checkpoints.stores.opening import open_store, probe_conditional_puts
 from cosmos_ctrl.checkpoints.window import RECORD_NAME, read_record
 from cosmos_ctrl.config import Config
 from cosmos_ctrl.core.agreement import Resumed
@@ -133,7 +134,7 @@ def prompts_application(config: Config) -> Application:
         budget_completions=section.completions or (section.epochs or 0) * len(prompts) * n_generation,
         compatibility=compatibility,
         adapter=ManifestAdapter(
-            LocalStore(config.directory),
+            open_store(config.location),
             compatibility=compatibility,
             on_corrupt=config.checkpoints.on_corrupt,
         ),
@@ -203,7 +204,7 @@ def write_ready_file(path: Path, ready: Ready) -> None:
 class _Opened:
     """A run that is claimed, and what was discovered in it."""
 
-    store: LocalStore | None
+    store: Store | None
     """None for legacy."""
     identity: ExecutionIdentity
     sampling: Sampling
@@ -229,10 +230,11 @@ def _open_run(config: Config, application: Application) -> _Opened:
     if application.adapter is None:
         _log.info("a legacy controller: no execution ID, no fence, nothing is published")
         return _Opened(None, ExecutionIdentity(0, ""), sampling, None)
-    store, execution_id = LocalStore(config.directory), secrets.token_hex(16)
+    store, execution_id = open_store(config.location), secrets.token_hex(16)
+    probe_conditional_puts(store)
     note = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": round(time.time(), 3)}
     number = claim_execution(store, execution_id=execution_id, note=note)
-    request = ResumeRequest(TrainRequest(config.train.resume, str(config.directory)))
+    request = ResumeRequest(TrainRequest(config.train.resume, config.location))
     metadata = load_resume_metadata(application.adapter, request, owner=sampling.owner_name)
     _say_what_is_resumed(config, store, number, metadata)
     return _Opened(store, ExecutionIdentity(number, execution_id), sampling, metadata)
@@ -256,7 +258,7 @@ async def _restore_run(config: Config, application: Application, opened: _Opened
     )
     info = RunInfo(
         name=config.run.name,
-        uri=str(config.directory.resolve()),
+        uri=_uri_of(config),
         sampling_owner=opened.sampling.owner_name,
         compatibility=application.compatibility,
         on_corrupt=config.checkpoints.on_corrupt,
@@ -265,6 +267,10 @@ async def _restore_run(config: Config, application: Application, opened: _Opened
     if spared := controller.statistics().spared_completions:
         _log.info("%d completions beyond the boundary are settled already and not generated again", spared)
     return Runtime(controller, info, opened.store)
+
+
+def _uri_of(config: Config) -> str:
+    return config.location if config.in_object_store else str(config.directory.resolve())
 
 
 @contextmanager
@@ -323,9 +329,7 @@ def _resumed(adapter: ControllerResumeAdapter | None, metadata: ControllerResume
     )
 
 
-def _say_what_is_resumed(
-    config: Config, store: LocalStore, number: int, metadata: ControllerResumeMetadata | None
-) -> None:
+def _say_what_is_resumed(config: Config, store: Store, number: int, metadata: ControllerResumeMetadata | None) -> None:
     if metadata is not None:
         steps = metadata.completed_training_steps
         _log.info("execution %d resumes from %s at step %d", number, metadata.checkpoint_path, steps)

@@ -74,7 +74,8 @@ class Agreement:
             raise UsageError("the run is fresh: there is nothing to load")
         path = checkpoint.metadata.checkpoint_path
         try:
-            manifest, digest = read_manifest(checkpoint.path, path)
+            files_of = resume.store.within(path)
+            manifest, digest = read_manifest(files_of, path)
             if checkpoint.manifest_digest and digest != checkpoint.manifest_digest:
                 raise CheckpointDamagedError(
                     path=path,
@@ -83,7 +84,7 @@ class Agreement:
                     expected=checkpoint.manifest_digest,
                     found=digest,
                 )
-            files = open_artifacts(checkpoint.path, manifest, self._connection.place.prefix, path=path)
+            files = open_artifacts(files_of, manifest, self._connection.place.prefix, path=path)
         except _DAMAGE as error:
             self._tell_damage(error)
             raise

@@ -1,26 +1,20 @@
-"""One rank's artifacts of a checkpoint, verified on the very descriptors that are then read.
+"""One rank's artifacts of a checkpoint, verified on the very files that are then read.
 
-* Nothing below the checkpoint's directory is a link, so a name cannot lead out of it, even when a directory is swapped.
 * A mapping is handed out only when every artifact of the rank is sound; otherwise everything is closed again.
 * Damaged and missing are told apart from unreadable: an I/O error says nothing about the content.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from cosmos_ctrl.checkpoints.digests import verify_descriptor
+from cosmos_ctrl.checkpoints.artifacts import open_verified
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest
-from cosmos_ctrl.core.errors import ArtifactMissingError, CheckpointDamagedError, StorageUnavailableError
-
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+from cosmos_ctrl.checkpoints.stores import Store
+from cosmos_ctrl.core.errors import ArtifactMissingError
 
 
 class Artifacts(Mapping[str, BinaryIO]):
@@ -52,11 +46,11 @@ class Artifacts(Mapping[str, BinaryIO]):
             file.close()
 
 
-def open_artifacts(directory: Path, manifest: CheckpointManifest, prefix: str, *, path: str) -> Artifacts:
+def open_artifacts(checkpoint: Store, manifest: CheckpointManifest, prefix: str, *, path: str) -> Artifacts:
     """Open and verify the artifacts whose names begin with `prefix`.
 
     Args:
-        directory: the checkpoint's.
+        checkpoint: the store within the checkpoint.
         manifest: read from it.
         prefix: this rank's folder, with its slash; it is left off in the mapping's keys.
         path: the checkpoint, for the errors.
@@ -71,30 +65,6 @@ def open_artifacts(directory: Path, manifest: CheckpointManifest, prefix: str, *
     with ExitStack() as opened:
         files: dict[str, BinaryIO] = {}
         for name, entry in wanted.items():
-            file = os.fdopen(_open(directory, name, path), "rb")
-            opened.callback(file.close)
-            verify_descriptor(file.fileno(), entry.size_bytes, entry.digest, path=path, artifact=name)
-            files[name.removeprefix(prefix)] = file
+            files[name.removeprefix(prefix)] = opened.enter_context(open_verified(checkpoint, name, entry, path=path))
         opened.pop_all()
     return Artifacts(files)
-
-
-def _open(directory: Path, name: str, path: str) -> int:
-    *parents, last = name.split("/")
-    try:
-        with ExitStack() as stack:
-            # The checkpoint itself may be reached through a link; nothing below it may.
-            at = os.open(directory, _DIRECTORY)
-            stack.callback(os.close, at)
-            for parent in parents:
-                at = os.open(parent, _DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-                stack.callback(os.close, at)
-            return os.open(last, _FILE, dir_fd=at)
-    except FileNotFoundError as error:
-        raise ArtifactMissingError(path=path, artifacts=(name,)) from error
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-            raise CheckpointDamagedError(
-                path=path, artifact=name, what="kind", expected="a regular file", found=str(error)
-            ) from error
-        raise StorageUnavailableError(path=f"{path}/{name}", operation="open", cause=str(error)) from error

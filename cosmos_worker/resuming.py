@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
+from cosmos_ctrl.checkpoints.stores import Store
+from cosmos_ctrl.checkpoints.stores.local import LocalStore
+from cosmos_ctrl.checkpoints.stores.opening import open_store
 from cosmos_ctrl.core.errors import MalformedError
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
 from cosmos_ctrl.service.metadata import metadata_from_message
 from cosmos_ctrl.v1 import checkpoint_pb2
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_worker.errors import ProtocolError
+from cosmos_worker.settings import RUN_DIRECTORY
 
 
 @dataclass(frozen=True, slots=True)
 class ResumedCheckpoint:
     """The checkpoint that this execution resumes from."""
 
-    path: Path
-    """Its directory, on this machine."""
+    path: Path | None
+    """Its directory, on this machine; None in an object store."""
     metadata: ControllerResumeMetadata
     manifest_digest: str
     """``algorithm:hex``; empty when the application owns its checkpoints."""
@@ -37,8 +40,10 @@ class Resume:
     """None: the run is fresh."""
     run: str
     """Name of the run."""
-    run_directory: Path
-    """Where the run lies, on this machine."""
+    store: Store = field(compare=False, repr=False)
+    """Where the run lies."""
+    run_directory: Path | None
+    """The run's directory, on this machine; None in an object store."""
     execution_number: int
     """From 1; 0 with a legacy controller."""
     execution_id: str
@@ -54,17 +59,19 @@ def resume_from(response: pb.GetResumeStateResponse, run_directory: str) -> Resu
 
     Args:
         response: from GetResumeState.
-        run_directory: where this machine has the run; empty: where the controller has it.
+        run_directory: where this machine has the run, a path or URI; empty: where the controller has it.
 
     Raises:
-        ProtocolError: the answer cannot mean anything.
+        ProtocolError: the answer cannot mean anything, or the run cannot be opened here.
+        ModuleNotFoundError: the run is in an object store, and the extra that speaks to those is not installed.
     """
-    directory = Path(run_directory or path_of_uri(response.run_uri))
+    store = _store_at(run_directory or response.run_uri)
+    directory = store.root if isinstance(store, LocalStore) else None
     checkpoint = None
     if response.HasField("metadata"):
         metadata = metadata_of(response.metadata)
         checkpoint = ResumedCheckpoint(
-            path=directory / metadata.checkpoint_path,
+            path=directory / metadata.checkpoint_path if directory else None,
             metadata=metadata,
             manifest_digest=response.manifest_digest,
             application_note=json.loads(response.application_note) if response.application_note else None,
@@ -73,6 +80,7 @@ def resume_from(response: pb.GetResumeStateResponse, run_directory: str) -> Resu
     return Resume(
         checkpoint=checkpoint,
         run=response.run,
+        store=store,
         run_directory=directory,
         execution_number=response.execution_number,
         execution_id=response.header.execution_id,
@@ -81,20 +89,11 @@ def resume_from(response: pb.GetResumeStateResponse, run_directory: str) -> Resu
     )
 
 
-def path_of_uri(uri: str) -> str:
-    """The local path that a run's URI names.
-
-    Raises:
-        ProtocolError: it is no local path; say where the run is mounted with COSMOS_CTRL_RUN_DIR.
-    """
-    parts = urlsplit(uri)
-    if parts.scheme == "file":
-        return unquote(parts.path)
-    if "://" in uri:
-        raise ProtocolError(
-            f"the run lies at {uri}, which is no directory here; set COSMOS_CTRL_RUN_DIR to where it is mounted"
-        )
-    return uri
+def _store_at(location: str) -> Store:
+    try:
+        return open_store(location)
+    except ValueError as error:
+        raise ProtocolError(f"the run cannot be opened here: {error}; {RUN_DIRECTORY} says where it is") from error
 
 
 def metadata_of(message: checkpoint_pb2.ResumeMetadata) -> ControllerResumeMetadata:

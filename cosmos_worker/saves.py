@@ -13,15 +13,17 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from cosmos_ctrl.checkpoints.stores import Store
+from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.v1 import checkpoint_pb2
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_worker.commands import SaveWork
 from cosmos_worker.errors import UsageError
-from cosmos_worker.shards import HashingFile, SystemCalls, make_directories, sync_directories
+from cosmos_worker.shard_places import ShardFile, shards_in
+from cosmos_worker.shards import SystemCalls
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,7 +38,8 @@ MAX_NOTE_BYTES = 64 << 10
 class SavePlace:
     """Where this rank saves, and who it is."""
 
-    run_directory: Path
+    store: Store
+    """The run's."""
     prefix: str
     """Folder of this rank, with its slash."""
     names: tuple[str, ...]
@@ -57,9 +60,10 @@ class Save:
         self, command: SaveWork, place: SavePlace, report: Report, *, calls: SystemCalls | None = None
     ) -> None:
         self.command = command
-        self.directory = place.run_directory / command.path
-        """The checkpoint's directory, on this machine."""
-        self.rank_directory = self.directory / place.prefix
+        self._shards = shards_in(place.store, f"{command.path}/{place.prefix}", calls=calls)
+        self.directory = place.store.root / command.path if isinstance(place.store, LocalStore) else None
+        """The checkpoint's directory, on this machine; None in an object store."""
+        self.rank_directory = self.directory / place.prefix if self.directory else None
         """This rank's own folder in it."""
         self.state = ""
         """After a clean exit: PENDING, PUBLISHING, COMMITTED or ABANDONED."""
@@ -67,8 +71,7 @@ class Save:
         """After a clean exit that committed: ``algorithm:hex``."""
         self._place = place
         self._report = report
-        self._calls = calls or SystemCalls()
-        self._files: dict[str, HashingFile] = {}
+        self._files: dict[str, ShardFile] = {}
         self._note = ""
         self._committed_at = ""
         self._open = False
@@ -79,6 +82,7 @@ class Save:
         Raises:
             UsageError: it was not declared, or was opened before.
             OSError: as the system said it.
+            StorageUnavailableError: the object store failed.
         """
         if not self._open:
             raise UsageError("files are opened inside the save's with statement")
@@ -86,9 +90,7 @@ class Save:
             raise UsageError(f"artifact {name!r} was not declared; declared are {', '.join(self._place.names)}")
         if name in self._files:
             raise UsageError(f"artifact {name!r} was opened before in this save")
-        path = self.rank_directory / name
-        make_directories(path.parent, top=self._place.run_directory)
-        file = self._files[name] = HashingFile(path, calls=self._calls)
+        file = self._files[name] = self._shards.create(name)
         # Nominal only for type checkers: it has what writers of bytes call.
         return cast("IO[bytes]", file)
 
@@ -169,11 +171,7 @@ class Save:
                     checkpoint_id=self.command.checkpoint_id,
                 )
             )
-        sync_directories(
-            {file.path.parent for file in self._files.values()},
-            top=self._place.run_directory,
-            fsync=self._calls.fsync,
-        )
+        self._shards.sync_names(self._files)
         return receipts
 
     def _abandon(self, error: BaseException) -> None:

@@ -90,7 +90,7 @@ class Trainer:
             world_size: else WORLD_SIZE, else 1.
             address: ``host:port`` of the controller; else COSMOS_CTRL_ADDRESS.
             execution_id: the execution this process was launched for; else COSMOS_CTRL_EXECUTION_ID, else the one it is told first.
-            run_directory: where this machine has the run; else COSMOS_CTRL_RUN_DIR, else where the controller has it.
+            run_directory: where this machine has the run, a path or URI; else COSMOS_CTRL_RUN_DIR, else where the controller has it.
             config: limits.
             environ: instead of the process's environment.
 
@@ -256,7 +256,7 @@ class Trainer:
         self._open = None
         connection = self._connection
         place = SavePlace(
-            run_directory=resume.run_directory,
+            store=resume.store,
             prefix=connection.place.prefix,
             names=self._artifacts,
             rank=connection.place.rank,

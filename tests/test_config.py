@@ -284,3 +284,27 @@ def test_a_variable_reaches_a_key_of_any_depth():
 def test_settings_that_do_not_fit_each_other_are_refused(text, what):
     with pytest.raises(ConfigurationError, match=what):
         load(text)
+
+
+@pytest.mark.parametrize(
+    ("directory", "location", "here"),
+    [
+        ("", "runs/x", "runs/x"),
+        ("some/where/", "some/where", "some/where"),
+        ("file:///some/where", "/some/where", "/some/where"),
+        ("s3://bucket/some/where/", "s3://bucket/some/where", "runs/x"),
+        ("gs://bucket", "gs://bucket", "runs/x"),
+    ],
+)
+def test_a_run_lies_in_a_directory_or_a_bucket_and_what_is_appended_to_stays_here(
+    directory: str, location: str, here: str
+) -> None:
+    config = load(f'[run]\nname = "x"\ndirectory = "{directory}"\n')
+    assert (config.location, config.directory) == (location, Path(here))
+    assert config.in_object_store == ("://" in location)
+
+
+@pytest.mark.parametrize("directory", ["ftp://host/run", "s3://", "s3://bucket/../x"])
+def test_a_run_that_can_lie_nowhere_is_refused(directory: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"run\.directory = "):
+        load(f'[run]\ndirectory = "{directory}"\n')

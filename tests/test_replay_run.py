@@ -319,15 +319,15 @@ async def test_a_save_without_a_record_is_committed_all_the_same(tmp_path, caplo
 
 async def test_a_record_that_cannot_be_written_abandons_the_save_and_the_run_goes_on(tmp_path, monkeypatch):
     real = runtime.write_record
-    calls: list[Path] = []
+    calls: list[LocalStore] = []
 
-    def full(directory: Path, *arguments: Any, **named: Any) -> Any:
-        calls.append(directory)
+    def full(checkpoint: LocalStore, *arguments: Any, **named: Any) -> Any:
+        calls.append(checkpoint)
         if len(calls) > 1:
-            return real(directory, *arguments, **named)
+            return real(checkpoint, *arguments, **named)
         # The disk is full: the file is there, and not whole.
-        (directory / RECORD_NAME).write_bytes(b"half")
-        raise StorageUnavailableError(path=str(directory), operation="write", cause="ENOSPC")
+        checkpoint.path_of(RECORD_NAME).write_bytes(b"half")
+        raise StorageUnavailableError(path=checkpoint.uri, operation="write", cause="ENOSPC")
 
     monkeypatch.setattr(runtime, "write_record", full)
 

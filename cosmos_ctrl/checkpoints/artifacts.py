@@ -1,30 +1,28 @@
-"""A checkpoint's artifacts on disk: the closed set, opening without following links, hashing, durability.
+"""A checkpoint's artifacts in its store: the closed set, opening, hashing, durability.
 
 * The set is closed: what is missing, what nobody named, and what is not a regular file with bytes in it is refused by name.
-* An artifact is opened part by part from its checkpoint's directory, no part a link, so a name cannot lead out of it even
-  when somebody swaps a directory meanwhile.
 * The bytes that are hashed are the bytes that are fsynced: one descriptor, and a file that changes meanwhile is refused.
+* What is handed out to be read is verified first, and is the very file that was: of an object store a copy on this machine, made while
+  the bytes were hashed.
 """
 
 from __future__ import annotations
 
-import errno
+import io
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import BinaryIO, cast
 
 from cosmos_ctrl.checkpoints import digests, durable
 from cosmos_ctrl.checkpoints.names import MANIFEST_NAME, parents_of
-from cosmos_ctrl.checkpoints.stores import Entry
+from cosmos_ctrl.checkpoints.stores import Entry, Store
 from cosmos_ctrl.core.errors import ArtifactMissingError, ArtifactUnexpectedError, CheckpointDamagedError
 from cosmos_ctrl.core.resume import require_count
-
-_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,44 +80,69 @@ def check_closed_set(entries: Iterable[Entry], sizes: Mapping[str, int | None], 
             raise damaged(path, name, "size in bytes", str(size), str(actual))
 
 
-def open_artifact(directory: Path, name: str) -> int:
-    """Open an artifact for reading and return its descriptor, which the caller closes.
+def open_artifact(checkpoint: Store, name: str, *, path: str) -> BinaryIO:
+    """Open an artifact for reading; see `Store.open`.
 
     Args:
-        directory: the checkpoint's.
+        checkpoint: the store within the checkpoint.
         name: a safe artifact name.
+        path: the checkpoint, for the errors.
 
     Raises:
         ArtifactMissingError: it is not there.
         CheckpointDamagedError: it, or a directory on the way, is a link or of another kind.
         StorageUnavailableError: it could not be opened.
     """
-    *parents, last = name.split("/")
-    with durable.storage_errors(directory / name, "open"), ExitStack() as stack:
-        try:
-            # The directory itself may be reached through a link; nothing below it may.
-            at = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, at)
-            for parent in parents:
-                at = os.open(parent, _DIRECTORY_FLAGS, dir_fd=at)
-                stack.callback(os.close, at)
-            return os.open(last, _FILE_FLAGS, dir_fd=at)
-        except FileNotFoundError as error:
-            raise ArtifactMissingError(path=str(directory), artifacts=(name,)) from error
-        except OSError as error:
-            # ELOOP: the file is a link. ENOTDIR: a directory is one, or is none. ENXIO: a socket.
-            if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-                raise damaged(str(directory), name, "kind", "a regular file", durable.describe(error)) from error
-            raise
+    file = checkpoint.open(name)
+    if file is None:
+        raise ArtifactMissingError(path=path, artifacts=(name,))
+    return file
+
+
+def open_verified(checkpoint: Store, name: str, artifact: Artifact, *, path: str) -> BinaryIO:
+    """Open an artifact at its start, every byte of it verified. What is not on this machine is copied to an unnamed temporary file.
+
+    Args:
+        checkpoint: the store within the checkpoint.
+        name: the artifact's.
+        artifact: what the manifest says of it.
+        path: the checkpoint, for the errors.
+
+    Raises:
+        ArtifactMissingError, CheckpointDamagedError: it is not what was committed.
+        StorageUnavailableError: it could not be read, or not be copied.
+    """
+    with durable.storage_errors(checkpoint.location(name), "read"), ExitStack() as opened:
+        file = opened.enter_context(open_artifact(checkpoint, name, path=path))
+        verify = partial(digests.verify_file, file, artifact.size_bytes, artifact.digest, path=path, artifact=name)
+        if descriptor_of(file) is None:
+            with durable.storage_errors(tempfile.gettempdir(), "making a temporary file for it"):
+                copy = opened.enter_context(cast("BinaryIO", tempfile.TemporaryFile(buffering=0)))  # noqa: SIM115
+            verify(copy=copy)
+            file.close()
+            file = copy
+        else:
+            verify()
+        file.seek(0)
+        opened.pop_all()
+    return cast("BinaryIO", io.BufferedReader(cast("io.RawIOBase", file)))
+
+
+def descriptor_of(file: BinaryIO) -> int | None:
+    """The descriptor of a file on this machine; None of any other."""
+    try:
+        return file.fileno()
+    except io.UnsupportedOperation:
+        return None
 
 
 def verify_artifacts(
-    directory: Path, artifacts: Mapping[str, Artifact], *, path: str, threads: int | None = None
+    checkpoint: Store, artifacts: Mapping[str, Artifact], *, path: str, threads: int | None = None
 ) -> None:
     """Verify every byte of the given artifacts, in parallel.
 
     Args:
-        directory: the checkpoint's.
+        checkpoint: the store within the checkpoint.
         artifacts: what its manifest says of those that are to be verified.
         path: the checkpoint, for the errors.
         threads: at most so many at once; None: one per CPU.
@@ -129,19 +152,21 @@ def verify_artifacts(
         StorageUnavailableError: one could not be read.
     """
     checks = [
-        digests.Verification(name, artifact.size_bytes, artifact.digest, partial(open_artifact, directory, name))
+        digests.Verification(
+            name, artifact.size_bytes, artifact.digest, partial(open_artifact, checkpoint, name, path=path)
+        )
         for name, artifact in artifacts.items()
     ]
     digests.verify_many(checks, path=path, threads=threads)
 
 
 def measure_durably(
-    directory: Path, names: Iterable[str], *, algorithm: str, threads: int | None
+    checkpoint: Store, names: Iterable[str], *, algorithm: str, threads: int | None
 ) -> dict[str, Artifact]:
-    """Hash and fsync artifacts that somebody else wrote, in parallel.
+    """Hash, and where there is such a thing fsync, artifacts that somebody else wrote, in parallel.
 
     Args:
-        directory: the checkpoint's.
+        checkpoint: the store within the checkpoint.
         names: safe artifact names.
         algorithm: of the digests.
         threads: at most so many at once; None: one per CPU.
@@ -153,42 +178,30 @@ def measure_durably(
     ordered = list(names)
     workers = min(threads or digests.default_threads(), len(ordered))
     if workers <= 1:
-        return {name: _measure(directory, name, algorithm) for name in ordered}
+        return {name: _measure(checkpoint, name, algorithm) for name in ordered}
     with ThreadPoolExecutor(workers, thread_name_prefix="measure") as pool:
-        measured = pool.map(lambda name: _measure(directory, name, algorithm), ordered)
+        measured = pool.map(lambda name: _measure(checkpoint, name, algorithm), ordered)
         return dict(zip(ordered, measured, strict=True))
 
 
-def _measure(directory: Path, name: str, algorithm: str) -> Artifact:
-    descriptor = open_artifact(directory, name)
-    path = directory / name
-    with durable.storage_errors(path, "read"):
-        try:
-            before = os.fstat(descriptor)
-            if before.st_size == 0:
-                raise damaged(str(directory), name, "size in bytes", "at least 1", "0")
+def _measure(checkpoint: Store, name: str, algorithm: str) -> Artifact:
+    path = checkpoint.location(name)
+    with durable.storage_errors(path, "read"), open_artifact(checkpoint, name, path=checkpoint.uri) as file:
+        descriptor = descriptor_of(file)
+        before = os.fstat(descriptor) if descriptor is not None else None
+        expected = file.seek(0, os.SEEK_END)
+        if expected == 0:
+            raise damaged(checkpoint.uri, name, "size in bytes", "at least 1", "0")
+        if descriptor is not None:
             durable.fsync_file(descriptor, path)
-            digest, size = digests.hash_file(descriptor, algorithm)
-            after = os.fstat(descriptor)
-        finally:
-            os.close(descriptor)
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or size != before.st_size:
+        digest, size = digests.hash_file(file, algorithm)
+        after = os.fstat(descriptor) if descriptor is not None else None
+    changed = before and after and (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns)
+    if changed or size != expected:
         raise damaged(
-            str(directory), name, "content", "one that no longer changes", "a file that is still being written"
+            checkpoint.uri, name, "content", "one that no longer changes", "a file that is still being written"
         )
     return Artifact(size_bytes=size, digest=digest)
-
-
-def fsync_directories(directory: Path, names: Iterable[str]) -> None:
-    """Make the names of artifacts durable: every directory they lie in, the deepest first, then `directory`.
-
-    Raises:
-        StorageUnavailableError: one fsync failed; the checkpoint is not to be published.
-    """
-    below = {parent for name in names for parent in parents_of(name)}
-    for parent in sorted(below, key=lambda name: (-name.count("/"), name)):
-        durable.fsync_directory(directory / parent)
-    durable.fsync_directory(directory)
 
 
 def damaged(path: str, artifact: str, what: str, expected: str, found: str) -> CheckpointDamagedError:

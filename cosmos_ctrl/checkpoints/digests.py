@@ -1,8 +1,7 @@
 """Digests of artifacts: hash while writing, hash a file, verify many files at once.
 
 * A digest is the text ``algorithm:hex``, lower case, of the algorithm's full length; ``parse_digest`` is the only reader.
-* A verification reads the very descriptor that its caller reads from afterwards, from offset 0 and without moving the
-  descriptor's position.
+* A verification reads the very file that its caller reads from afterwards, or makes the copy that its caller reads.
 * Size comes first: a file of another size is refused before a byte of it is read.
 * An OS error is never a verdict on the content: it is ``StorageUnavailableError``, not ``CheckpointDamagedError``.
 """
@@ -13,14 +12,16 @@ import hashlib
 import importlib
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from cosmos_ctrl.checkpoints.durable import storage_errors
 from cosmos_ctrl.core.errors import CheckpointDamagedError, StorageUnavailableError
+
+if TYPE_CHECKING:
+    from io import RawIOBase
 
 DEFAULT_ALGORITHM = "sha256"
 
@@ -97,49 +98,58 @@ def parse_digest(text: str) -> tuple[str, str]:
     return algorithm, digits
 
 
-def hash_file(file: int | Path, algorithm: str = DEFAULT_ALGORITHM) -> tuple[str, int]:
-    """Digest and size in bytes of an open descriptor (from offset 0, its position unmoved) or of the file at a path.
-
-    Raises:
-        OSError: it cannot be read, as the system said it.
-    """
-    if isinstance(file, int):
-        return _hash_descriptor(file, new_hasher(algorithm))
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        return _hash_descriptor(descriptor, new_hasher(algorithm))
-    finally:
-        os.close(descriptor)
-
-
-def verify_descriptor(fd: int, size: int, digest: str, *, path: str, artifact: str) -> None:
-    """Check that `fd` is a regular file of exactly `size` bytes with that digest.
+def hash_file(file: BinaryIO, algorithm: str = DEFAULT_ALGORITHM, *, copy: BinaryIO | None = None) -> tuple[str, int]:
+    """Digest and size in bytes of an unbuffered file, from its start; it stands at its end afterwards.
 
     Args:
-        fd: open for reading; its position stays where it is.
+        file: seekable.
+        algorithm: of the digest.
+        copy: gets the same bytes.
+
+    Raises:
+        OSError: it cannot be read, or the copy not be written, as the system said it.
+    """
+    hasher = new_hasher(algorithm)
+    file.seek(0)
+    # One buffer serves all blocks.
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    read_into: Callable[[memoryview], int] = cast("RawIOBase", file).readinto
+    while count := read_into(buffer):
+        block = buffer[:count]
+        hasher.update(block)
+        if copy is not None:
+            copy.write(block)
+    return hasher.digest(), hasher.size_bytes
+
+
+def verify_file(
+    file: BinaryIO, size: int, digest: str, *, path: str, artifact: str, copy: BinaryIO | None = None
+) -> None:
+    """Check that `file` has exactly `size` bytes with that digest; it stands at its end afterwards.
+
+    Args:
+        file: unbuffered and seekable.
         size: expected bytes.
         digest: expected ``algorithm:hex``.
         path: the checkpoint, for the error.
         artifact: the artifact's name, for the error.
+        copy: gets the same bytes; they are what was expected only if this returns.
 
     Raises:
-        CheckpointDamagedError: kind, size or digest differs.
-        StorageUnavailableError: it could not be read.
+        CheckpointDamagedError: size or digest differs.
+        StorageUnavailableError: it could not be read, or the copy not be written.
         ValueError: `digest` is malformed.
     """
     algorithm, _ = parse_digest(digest)
-    hasher = new_hasher(algorithm)
 
     def damaged(what: str, expected: object, found: object) -> CheckpointDamagedError:
         return CheckpointDamagedError(path=path, artifact=artifact, what=what, expected=str(expected), found=str(found))
 
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise damaged("kind", "a regular file", f"mode {status.st_mode:o}")
-        if status.st_size != size:
-            raise damaged("size in bytes", size, status.st_size)
-        found, read = _hash_descriptor(fd, hasher)
+        there = file.seek(0, os.SEEK_END)
+        if there != size:
+            raise damaged("size in bytes", size, there)
+        found, read = hash_file(file, algorithm, copy=copy)
     except OSError as error:
         raise StorageUnavailableError(path=f"{path}/{artifact}", operation="read", cause=str(error)) from error
     if read != size:
@@ -156,8 +166,8 @@ class Verification:
     """Name, for the error."""
     size_bytes: int
     digest: str
-    open: Callable[[], int]
-    """Opens it for reading; the descriptor is closed afterwards."""
+    open: Callable[[], BinaryIO]
+    """Opens it for reading; the file is closed afterwards."""
 
 
 def verify_many(checks: Iterable[Verification], *, path: str, threads: int | None = None) -> None:
@@ -198,18 +208,5 @@ def default_threads() -> int:
 
 
 def _verify(check: Verification, path: str) -> None:
-    descriptor = check.open()
-    try:
-        verify_descriptor(descriptor, check.size_bytes, check.digest, path=path, artifact=check.artifact)
-    finally:
-        os.close(descriptor)
-
-
-def _hash_descriptor(fd: int, hasher: Hasher) -> tuple[str, int]:
-    # pread leaves the position to the descriptor's owner; one buffer serves all blocks.
-    buffer = memoryview(bytearray(BLOCK_BYTES))
-    offset = 0
-    while count := os.preadv(fd, [buffer], offset):
-        hasher.update(buffer[:count])
-        offset += count
-    return hasher.digest(), offset
+    with storage_errors(f"{path}/{check.artifact}", "read"), check.open() as file:
+        verify_file(file, check.size_bytes, check.digest, path=path, artifact=check.artifact)

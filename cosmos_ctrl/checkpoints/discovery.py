@@ -24,7 +24,7 @@ from cosmos_ctrl.checkpoints.document import MAX_MANIFEST_BYTES
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, parse_manifest
 from cosmos_ctrl.checkpoints.names import MANIFEST_NAME, check_store_name
 from cosmos_ctrl.checkpoints.stores import Store
-from cosmos_ctrl.checkpoints.stores.local import LocalStore
+from cosmos_ctrl.checkpoints.stores.opening import open_store
 from cosmos_ctrl.core.errors import (
     ArtifactMissingError,
     ArtifactUnexpectedError,
@@ -145,7 +145,7 @@ def open_checkpoint(store: Store | Path, path: str, *, compatibility: Mapping[st
         UnsafeNameError: the path leads out of the run.
         StorageUnavailableError: something could not be read.
     """
-    store = LocalStore(store) if isinstance(store, Path) else store
+    store = open_store(store) if isinstance(store, Path) else store
     relative = path_in_run(store, path)
     try:
         found = _read(store, relative)

@@ -3,18 +3,18 @@
 * A checkpoint exists once its manifest does. The manifest is published last, durably, whole, and is never replaced.
 * Equal manifests have equal bytes; the manifest's digest is over those bytes and is the checkpoint's proof of identity.
 * Nothing in it is absolute, so a checkpoint may be copied or moved; where it was found is in ``metadata.checkpoint_path`` alone.
-* What is published can be loaded: the bytes are read back through the strict reader before they go to the disk.
+* What is published can be loaded: the bytes are read back through the strict reader before they go to the store.
+* Which kind of store it is makes no difference here.
 """
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cosmos_ctrl.checkpoints import artifacts as on_disk
+from cosmos_ctrl.checkpoints import artifacts as stored
 from cosmos_ctrl.checkpoints import digests
 from cosmos_ctrl.checkpoints.artifacts import Artifact
 from cosmos_ctrl.checkpoints.document import (
@@ -27,9 +27,9 @@ from cosmos_ctrl.checkpoints.document import (
     not_a_manifest,
     plain_compatibility,
 )
-from cosmos_ctrl.checkpoints.durable import storage_errors
 from cosmos_ctrl.checkpoints.names import MANIFEST_NAME, check_artifact_names
-from cosmos_ctrl.checkpoints.stores.local import LocalStore
+from cosmos_ctrl.checkpoints.stores import Entry, Store
+from cosmos_ctrl.checkpoints.stores.opening import open_store
 from cosmos_ctrl.core.errors import (
     ArtifactMissingError,
     ArtifactUnexpectedError,
@@ -132,7 +132,7 @@ class CheckpointManifest:
     @classmethod
     def publish(
         cls,
-        root: Path | str,
+        root: Store | Path | str,
         metadata: ControllerResumeMetadata,
         *,
         required_artifacts: Iterable[str],
@@ -144,38 +144,37 @@ class CheckpointManifest:
         A second publication of the same succeeds; of anything else it is a conflict.
 
         Args:
-            root: the checkpoint's directory, with exactly the required artifacts in it.
+            root: the checkpoint's directory, URI or store, with exactly the required artifacts in it.
             metadata: its ``checkpoint_path`` is not stored.
             required_artifacts: names relative to `root`.
             compatibility: plain JSON values.
             algorithm: of the artifacts' digests.
 
         Raises:
-            CheckpointNotFoundError: there is no such directory.
+            CheckpointNotFoundError: there is nothing.
             UnsafeNameError, ArtifactMissingError, ArtifactUnexpectedError, CheckpointDamagedError: the set is not what was named.
             CheckpointConflictError: another manifest is committed there.
             StorageUnavailableError: something could not be read or made durable. Write a new checkpoint; do not repeat this.
             TypeError, ValueError: metadata or compatibility cannot be published.
         """
-        directory = Path(root)
-        names = check_artifact_names(required_artifacts, path=str(root))
+        checkpoint, path = _checkpoint_at(root)
+        names = check_artifact_names(required_artifacts, path=path)
         wanted = plain_compatibility(compatibility)
         # Before the long part: what cannot be published should not cost hashing first.
-        store = _existing(directory)
-        on_disk.check_closed_set(store.scan(""), dict.fromkeys(names), path=str(root))
-        measured = on_disk.measure_durably(directory, names, algorithm=algorithm, threads=None)
-        manifest = cls(metadata=located(metadata, str(root)), artifacts=measured, compatibility=wanted)
-        publish_from_receipts(directory, manifest)
+        stored.check_closed_set(_entries(checkpoint, path), dict.fromkeys(names), path=path)
+        measured = stored.measure_durably(checkpoint, names, algorithm=algorithm, threads=None)
+        manifest = cls(metadata=located(metadata, path), artifacts=measured, compatibility=wanted)
+        publish_from_receipts(checkpoint, manifest)
         return manifest
 
     @classmethod
     def load(
-        cls, root: Path | str, *, required_artifacts: Iterable[str], compatibility: Mapping[str, Any]
+        cls, root: Store | Path | str, *, required_artifacts: Iterable[str], compatibility: Mapping[str, Any]
     ) -> CheckpointManifest:
         """Read the manifest in `root` and verify every byte of every artifact, in parallel.
 
         Args:
-            root: the checkpoint's directory.
+            root: the checkpoint's directory, URI or store.
             required_artifacts: exactly the names that it should have.
             compatibility: exactly the values that it should have.
 
@@ -185,49 +184,48 @@ class CheckpointManifest:
             CheckpointIncompatibleError: compatibility differs; it names the keys.
             StorageUnavailableError: it could not be read.
         """
-        directory, path = Path(root), str(root)
+        checkpoint, path = _checkpoint_at(root)
         names = set(check_artifact_names(required_artifacts, path=path))
-        manifest, _ = read_manifest(directory, path)
+        manifest, _ = read_manifest(checkpoint, path)
         manifest.check_compatibility(compatibility, path=path)
         if missing := tuple(sorted(names - manifest.artifacts.keys())):
             raise ArtifactMissingError(path=path, artifacts=missing)
         if unexpected := tuple(sorted(manifest.artifacts.keys() - names)):
             raise ArtifactUnexpectedError(path=path, artifacts=unexpected)
         sizes = {name: artifact.size_bytes for name, artifact in manifest.artifacts.items()}
-        on_disk.check_closed_set(LocalStore(directory).scan(""), sizes, path=path)
-        on_disk.verify_artifacts(directory, manifest.artifacts, path=path)
+        stored.check_closed_set(checkpoint.scan(""), sizes, path=path)
+        stored.verify_artifacts(checkpoint, manifest.artifacts, path=path)
         return manifest
 
 
-def publish_from_receipts(directory: Path, manifest: CheckpointManifest) -> str:
+def publish_from_receipts(checkpoint: Store | Path, manifest: CheckpointManifest) -> str:
     """Commit a checkpoint whose artifacts are durable already, as their receipts say. Reads no byte of them.
 
-    Looks at names, kinds and sizes, makes the directories durable, and publishes the manifest last. Once this returns, the checkpoint
+    Looks at names, kinds and sizes, makes the names durable, and publishes the manifest last. Once this returns, the checkpoint
     survives a power loss; when it raises, nothing may be acknowledged, and only ``VISIBLE_NOT_DURABLE`` may have left a visible manifest.
 
     Args:
-        directory: the checkpoint's.
+        checkpoint: its directory, or the store within it.
         manifest: with one artifact per receipt.
 
     Returns:
         The manifest's digest.
 
     Raises:
-        CheckpointNotFoundError: there is no such directory.
+        CheckpointNotFoundError: there is nothing.
         ArtifactMissingError, ArtifactUnexpectedError, CheckpointDamagedError: what lies there is not what the receipts say.
         CheckpointConflictError: another manifest is committed there.
         StorageUnavailableError: something could not be looked at or made durable. Abandon the save.
         TypeError, ValueError: the manifest cannot be written, or could not be read back.
     """
-    path = str(directory)
     data = manifest.to_bytes()
     _require_readable(data, manifest)
-    store = _existing(directory)
+    checkpoint, path = _checkpoint_at(checkpoint)
     sizes = {name: artifact.size_bytes for name, artifact in manifest.artifacts.items()}
-    on_disk.check_closed_set(store.scan(""), sizes, path=path)
-    on_disk.fsync_directories(directory, manifest.artifacts)
-    # The store makes the directory's own name durable, then the manifest, then the manifest's name.
-    store.put_if_absent(MANIFEST_NAME, data)
+    stored.check_closed_set(_entries(checkpoint, path), sizes, path=path)
+    checkpoint.sync_names(manifest.artifacts)
+    # The store makes the checkpoint's own name durable, then the manifest, then the manifest's name.
+    checkpoint.put_if_absent(MANIFEST_NAME, data)
     return digests.digest_bytes(data)
 
 
@@ -246,26 +244,27 @@ def parse_manifest(data: bytes, *, path: str) -> CheckpointManifest:
         raise not_a_manifest(path, str(error)) from error
 
 
-def read_manifest(directory: Path, path: str | None = None) -> tuple[CheckpointManifest, str]:
-    """Read the manifest in `directory`, without looking at the artifacts.
+def read_manifest(checkpoint: Store | Path, path: str | None = None) -> tuple[CheckpointManifest, str]:
+    """Read a checkpoint's manifest, without looking at the artifacts.
 
     Args:
-        directory: the checkpoint's.
-        path: where it is, for the metadata and the errors; None: `directory`.
+        checkpoint: its directory, or the store within it.
+        path: where it is, for the metadata and the errors; None: as `checkpoint` says.
 
     Returns:
         The manifest and the digest of its bytes.
 
     Raises:
-        CheckpointNotFoundError: there is no such directory.
-        CheckpointUncommittedError: there is one, without a manifest.
+        CheckpointNotFoundError: there is nothing.
+        CheckpointUncommittedError: there is something, without a manifest.
         UnknownSchemaError, UnsafeNameError, CheckpointDamagedError: there is something else.
         StorageUnavailableError: it could not be read.
     """
-    path = str(directory) if path is None else path
-    data = LocalStore(directory).read(MANIFEST_NAME, limit=MAX_MANIFEST_BYTES)
+    checkpoint, where = _checkpoint_at(checkpoint)
+    path = where if path is None else path
+    data = checkpoint.read(MANIFEST_NAME, limit=MAX_MANIFEST_BYTES)
     if data is None:
-        _existing(directory)
+        _entries(checkpoint, path)
         raise CheckpointUncommittedError(path=path)
     return parse_manifest(data, path=path), digests.digest_bytes(data)
 
@@ -275,15 +274,15 @@ def located(metadata: ControllerResumeMetadata, path: str) -> ControllerResumeMe
     return ControllerResumeMetadata(**(metadata.values() | {"checkpoint_path": path}))
 
 
-def _existing(directory: Path) -> LocalStore:
-    with storage_errors(directory, "stat"):
-        try:
-            mode = directory.stat().st_mode
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(path=str(directory)) from error
-    if not stat.S_ISDIR(mode):
-        raise CheckpointNotFoundError(path=str(directory))
-    return LocalStore(directory, make_root=False)
+def _checkpoint_at(root: Store | Path | str) -> tuple[Store, str]:
+    # Within: what somebody removed must not come back with nothing but a manifest in it.
+    return (open_store(root).within(""), str(root)) if isinstance(root, (str, Path)) else (root, root.uri)
+
+
+def _entries(checkpoint: Store, path: str) -> tuple[Entry, ...]:
+    if not (entries := checkpoint.scan("")):
+        raise CheckpointNotFoundError(path=path)
+    return entries
 
 
 def _require_readable(data: bytes, manifest: CheckpointManifest) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cosmos_ctrl.checkpoints import canonical, durable
+from cosmos_ctrl.checkpoints import canonical
 from cosmos_ctrl.checkpoints.artifacts import Artifact
 from cosmos_ctrl.checkpoints.digests import digest_bytes, parse_digest
 from cosmos_ctrl.checkpoints.discovery import Found
@@ -74,11 +73,11 @@ class _RecordDocument(_Strict):
     cursor: _CursorDocument | None
 
 
-def write_record(directory: Path, window: LedgerWindow, *, most_bytes: int) -> dict[str, Artifact] | Doubt:
+def write_record(checkpoint: Store, window: LedgerWindow, *, most_bytes: int) -> dict[str, Artifact] | Doubt:
     """Write the record of a window durably into a checkpoint that is not committed yet.
 
     Args:
-        directory: the checkpoint's.
+        checkpoint: the store within it.
         window: as it was when the checkpoint was cut.
         most_bytes: largest record.
 
@@ -86,6 +85,7 @@ def write_record(directory: Path, window: LedgerWindow, *, most_bytes: int) -> d
         The artifact by its name; nothing when there is nothing to record; a doubt when the record would be too large.
 
     Raises:
+        CheckpointConflictError: something else has its name. Abandon the save.
         StorageUnavailableError: it could not be written or made durable. Abandon the save.
     """
     record = record_of(window)
@@ -96,7 +96,7 @@ def write_record(directory: Path, window: LedgerWindow, *, most_bytes: int) -> d
     if len(data) > most_bytes or len(text) > most_bytes * _GROWTH:  # the same limits as when it is read
         sizes = f"{len(data)} bytes, at most {most_bytes} are kept; {len(text)} as text, at most {most_bytes * _GROWTH}"
         return Doubt(f"the record of {len(record.draws)} draws takes {sizes}")
-    durable.write_file(directory / RECORD_NAME, data, mode=0o644)
+    checkpoint.put_if_absent(RECORD_NAME, data)
     return {RECORD_NAME: Artifact(len(data), digest_bytes(data))}
 
 

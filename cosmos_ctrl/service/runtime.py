@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from cosmos_ctrl.checkpoints.artifacts import Artifact
@@ -20,7 +19,7 @@ from cosmos_ctrl.checkpoints.claims import is_superseded
 from cosmos_ctrl.checkpoints.damage import record_damage
 from cosmos_ctrl.checkpoints.document import Parent
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, publish_from_receipts
-from cosmos_ctrl.checkpoints.stores.local import VISIBLE_NOT_DURABLE, LocalStore
+from cosmos_ctrl.checkpoints.stores import VISIBLE_NOT_DURABLE, Store
 from cosmos_ctrl.checkpoints.window import write_record
 from cosmos_ctrl.core.commands import Save
 from cosmos_ctrl.core.controller import Controller, Effect, Publish, RecordDamage
@@ -61,7 +60,7 @@ class Unacknowledged(Exception):
 class Runtime:
     """Drives one controller."""
 
-    def __init__(self, controller: Controller, info: RunInfo, store: LocalStore | None) -> None:
+    def __init__(self, controller: Controller, info: RunInfo, store: Store | None) -> None:
         """`store` is the run's; None for legacy, which publishes nothing."""
         self.controller, self.info, self.store = controller, info, store
         self.revisions = Revisions()
@@ -169,22 +168,22 @@ class Runtime:
             _log.info("checkpoint of step %d is committed: %s (%s)", save.steps, save.path, digest)
             self.controller.publication_succeeded(save, digest)
 
-    async def _record_window(self, store: LocalStore, save: Save) -> dict[str, Artifact]:
+    async def _record_window(self, store: Store, save: Save) -> dict[str, Artifact]:
         if save.window is None:
             return {}
-        directory, limit = Path(store.path_of(save.path)), self.info.max_record_bytes
-        written = await asyncio.to_thread(write_record, directory, save.window, most_bytes=limit)
+        checkpoint, limit = store.within(save.path), self.info.max_record_bytes
+        written = await asyncio.to_thread(write_record, checkpoint, save.window, most_bytes=limit)
         if isinstance(written, Doubt):
             _log.warning("a resume from the checkpoint of step %d will repeat more: %s", save.steps, written.why)
             self.controller.doubt_record(written.why)
             return {}
         return written
 
-    def _publish_blocking(self, store: LocalStore, path: str, manifest: CheckpointManifest) -> str:
+    def _publish_blocking(self, store: Store, path: str, manifest: CheckpointManifest) -> str:
         if is_superseded(store, manifest.execution_number):
             raise Superseded
         try:
-            digest = publish_from_receipts(Path(store.path_of(path)), manifest)
+            digest = publish_from_receipts(store.within(path), manifest)
         except StorageUnavailableError as error:
             if error.operation == VISIBLE_NOT_DURABLE:
                 raise Unacknowledged(str(error)) from error

@@ -29,7 +29,8 @@ def train(settings: GrpoSettings, prompts: Path) -> str:
         learner = Learner(settings, rank=rank, world_size=world_size)
         with Trainer.from_env(group="policy", dp=(rank, world_size)) as trainer:
             resume = trainer.resume()
-            weights = WeightFiles(Path(resume.run_directory), resume.execution_number)
+            # Weights stay on this machine, whose workers read them, wherever the checkpoints go.
+            weights = WeightFiles(resume.run_directory or Path("runs", resume.run).resolve(), resume.execution_number)
             if resume.checkpoint:
                 with trainer.artifacts(resume) as artifacts:
                     learner.load_state(torch.load(artifacts["state.pt"], weights_only=True))

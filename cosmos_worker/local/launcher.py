@@ -249,6 +249,8 @@ def _prepare(options: argparse.Namespace) -> Launch:
     if prompts is not None:
         _check_prompts(prompts, settings)
     if options.fresh:
+        if config.in_object_store:
+            raise ConfigurationError(str(path), [f"--fresh removes local runs only: remove {config.location} yourself"])
         _remove_run(run)
     run.mkdir(parents=True, exist_ok=True)
     if prompts is None:

@@ -28,7 +28,6 @@ TASKS: dict[str, Callable[[Path], Any]] = {
     "discover": lambda directory: _chosen(directory),
     "claim": lambda directory: claims.claim_execution(LocalStore(directory), execution_id="mine", note={"pid": 1}),
     "record": lambda directory: damage.record_damage(LocalStore(directory), "checkpoints/a", "rank0.pt", "flipped"),
-    "fresh": lambda directory: LocalStore(directory).make_directory("checkpoints/new"),
     "delete": lambda directory: LocalStore(directory).delete("manifest.json"),
 }
 assert not TASKS.keys() & crash_tasks.TASKS.keys()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from checkpoint_helpers import Zygote, unavailable
 from crash_lab import Lab
+from object_servers import Moto, moto
 
 from cosmos_ctrl.checkpoints import durable
 
@@ -33,3 +34,9 @@ def zygote(untraced: Zygote) -> Zygote:
 @pytest.fixture(scope="session")
 def lab(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(zygote, tmp_path_factory.mktemp("crashes"))
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Moto]:
+    with moto() as server:
+        yield server

@@ -13,7 +13,7 @@ from typing import Any
 
 import checkpoint_helpers as helpers
 
-from cosmos_ctrl.checkpoints import artifacts, claims, durable
+from cosmos_ctrl.checkpoints import claims, durable
 from cosmos_ctrl.checkpoints.manifest import publish_from_receipts
 from cosmos_ctrl.checkpoints.names import MANIFEST_NAME
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
@@ -65,6 +65,14 @@ def controller(disk: Path) -> str:
     return controller_again(disk)
 
 
+def fresh_directory(disk: Path) -> None:
+    """The directory of the new checkpoint, durable, as the ranks' receipts promise."""
+    directory = disk / "run"
+    for part in NEW.split("/"):
+        directory /= part
+        durable.ensure_directory(directory)
+
+
 def controller_again(disk: Path) -> str:
     """The same receipts, once more."""
     return publish_from_receipts(disk / "run" / NEW, helpers.manifest_of(step=4, checkpoint_id="new"))
@@ -82,7 +90,6 @@ def worker(disk: Path) -> list[str]:
 
 def whole_save(disk: Path) -> str:
     """From the fresh directory through the ranks' receipts to the manifest."""
-    LocalStore(disk / "run").make_directory(NEW)
     for rank in range(len(helpers.CONTENT)):
         _save(disk, rank)
     return controller_again(disk)
@@ -102,7 +109,7 @@ def _save(disk: Path, rank: int) -> str:
         final=False,
     )
     place = SavePlace(
-        run_directory=disk / "run",
+        store=LocalStore(disk / "run"),
         prefix=f"{folder}/" if folder else "",
         names=(last,),
         rank=rank,
@@ -203,7 +210,7 @@ def _worker_with(fsync: Callable[[int], None]) -> None:
 MUTANTS: dict[str, Callable[[], None]] = {
     "files are not fsynced": lambda: setattr(durable, "fsync_file", _nothing),
     "directories are not fsynced": lambda: setattr(durable, "fsync_directory", _nothing),
-    "directories of artifacts are not fsynced": lambda: setattr(artifacts, "fsync_directories", _nothing),
+    "directories of artifacts are not fsynced": lambda: setattr(LocalStore, "sync_names", _nothing),
     "the way to the store is not fsynced": lambda: setattr(durable, "fsync_path", _nothing),
     "a plain rename": lambda: setattr(durable, "name_without_replacing", _plain_rename),
     "written in place": lambda: setattr(LocalStore, "put_if_absent", _in_place),

@@ -264,7 +264,6 @@ def test_g7_what_may_not_be_read_is_neither_absent_nor_damaged(
         ("publish", "checkpoints/b", "checkpoints/b", "write"),
         ("claim", ".", ".", "mkdir"),
         ("record", ".", ".", "mkdir"),
-        ("fresh", ".", "checkpoints", "mkdir"),
         ("delete", "checkpoints/a", "checkpoints/a", "unlink"),
     ],
 )

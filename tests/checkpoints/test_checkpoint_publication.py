@@ -6,9 +6,10 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from checkpoint_helpers import CONTENT, load, manifest_of, metadata, publish, receipts, write
@@ -16,6 +17,7 @@ from checkpoint_helpers import CONTENT, load, manifest_of, metadata, publish, re
 from cosmos_ctrl.checkpoints import artifacts, digests, durable
 from cosmos_ctrl.checkpoints.manifest import publish_from_receipts, read_manifest
 from cosmos_ctrl.checkpoints.names import TEMPORARY_PREFIX
+from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.core.errors import (
     ArtifactMissingError,
     ArtifactUnexpectedError,
@@ -127,8 +129,8 @@ def test_receipts_of_another_size_are_refused(tmp_path: Path) -> None:
 
 def test_publication_from_receipts_reads_no_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
-    for module, name in ((artifacts, "open_artifact"), (digests, "hash_file"), (os, "preadv")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("a shard was opened or read"))
+    for owner, name in ((artifacts, "open_artifact"), (digests, "hash_file"), (LocalStore, "open")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("a shard was opened or read"))
     digest = publish_from_receipts(tmp_path, manifest_of())
     manifest, found = read_manifest(tmp_path, "checkpoints/c")
     assert digest == found == manifest_of().digest() == digests.digest_bytes((tmp_path / "manifest.json").read_bytes())
@@ -185,13 +187,13 @@ def test_a_removed_directory_does_not_come_back_with_a_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write(tmp_path / "c")
-    before = artifacts.fsync_directories
+    before = LocalStore.sync_names
 
-    def sweep(where: Path, names: object) -> None:
-        before(where, CONTENT)
-        shutil.rmtree(where)
+    def sweep(store: LocalStore, names: Iterable[str]) -> None:
+        before(store, names)
+        shutil.rmtree(store.root)
 
-    monkeypatch.setattr(artifacts, "fsync_directories", sweep)
+    monkeypatch.setattr(LocalStore, "sync_names", sweep)
     with pytest.raises(StorageUnavailableError):
         publish_from_receipts(directory, manifest_of())
     assert not directory.exists()
@@ -237,7 +239,7 @@ def test_a_file_that_is_still_written_is_refused(tmp_path: Path, monkeypatch: py
     write(tmp_path)
     real = digests.hash_file
 
-    def hash_and_append(file: int, algorithm: str) -> tuple[str, int]:
+    def hash_and_append(file: BinaryIO, algorithm: str) -> tuple[str, int]:
         with (tmp_path / "rank0.pt").open("ab") as writer:
             writer.write(b"more")
         return real(file, algorithm)

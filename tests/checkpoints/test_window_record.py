@@ -27,6 +27,7 @@ from cosmos_ctrl.checkpoints.window import RECORD_NAME, decode_record, encode_re
 from cosmos_ctrl.core.errors import (
     ArtifactMissingError,
     ArtifactUnexpectedError,
+    CheckpointConflictError,
     CheckpointDamagedError,
     StorageUnavailableError,
     UnsafeNameError,
@@ -299,14 +300,14 @@ def test_a_record_may_grow_to_its_limit_and_not_a_byte_further() -> None:
 
 def write_and_publish(run: Path, window: LedgerWindow | None = None) -> tuple[Path, dict[str, Artifact]]:
     directory = write(run / "checkpoints" / "c")
-    record = write_record(directory, window or a_window(), most_bytes=LIMIT)
+    record = write_record(LocalStore(directory), window or a_window(), most_bytes=LIMIT)
     assert isinstance(record, dict)
     publish_from_receipts(directory, manifest_of(artifacts=receipts() | record))
     return directory, record
 
 
 def test_a_record_is_written_whole_and_is_what_its_artifact_says(tmp_path: Path) -> None:
-    written = write_record(tmp_path, a_window(), most_bytes=LIMIT)
+    written = write_record(LocalStore(tmp_path), a_window(), most_bytes=LIMIT)
     data = (tmp_path / RECORD_NAME).read_bytes()
     assert written == {RECORD_NAME: Artifact(len(data), digest_bytes(data))}
     assert decode(data) == a_record()
@@ -314,31 +315,38 @@ def test_a_record_is_written_whole_and_is_what_its_artifact_says(tmp_path: Path)
 
 
 def test_a_record_is_durable_before_its_artifact_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[tuple[str, bytes]] = []
-    real = os.fsync
+    made: list[tuple[str, bytes | None]] = []
+    real_fsync, real_link = os.fsync, os.link
 
     def fsync(descriptor: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
-        synced.append((Path(path).name, Path(path).read_bytes()))
-        real(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+        made.append(("fsync", None if path.is_dir() else path.read_bytes()))
+        real_fsync(descriptor)
 
+    def link(source: Path, target: Path) -> None:
+        made.append(("link", None))
+        real_link(source, target)
+
+    store = LocalStore(tmp_path)
+    store.put_if_absent("before", b"")  # the directory's own name
     monkeypatch.setattr(os, "fsync", fsync)
-    write_record(tmp_path, a_window(), most_bytes=LIMIT)
-    assert synced == [(RECORD_NAME, (tmp_path / RECORD_NAME).read_bytes())]
+    monkeypatch.setattr(os, "link", link)
+    write_record(store, a_window(), most_bytes=LIMIT)
+    assert made == [("fsync", (tmp_path / RECORD_NAME).read_bytes()), ("link", None), ("fsync", None)]
 
 
 def test_nothing_to_record_writes_nothing(tmp_path: Path) -> None:
-    assert write_record(tmp_path, a_window(settled=()), most_bytes=LIMIT) == {}
+    assert write_record(LocalStore(tmp_path), a_window(settled=()), most_bytes=LIMIT) == {}
     assert not list(tmp_path.iterdir())
 
 
 def test_a_record_that_is_too_large_is_a_doubt_and_no_file(tmp_path: Path) -> None:
     size = len(encode_record(a_record()))
-    doubt = write_record(tmp_path, a_window(), most_bytes=size - 1)
+    doubt = write_record(LocalStore(tmp_path), a_window(), most_bytes=size - 1)
     assert isinstance(doubt, Doubt)
     assert f"3 draws takes {size} bytes, at most {size - 1}" in doubt.why
     assert not list(tmp_path.iterdir())
-    assert isinstance(write_record(tmp_path, a_window(), most_bytes=size), dict)
+    assert isinstance(write_record(LocalStore(tmp_path), a_window(), most_bytes=size), dict)
 
 
 @pytest.mark.parametrize(("draws", "size"), [(2, 300_000), (2000, 4), (50, 2000)])
@@ -350,7 +358,7 @@ def test_a_record_that_is_written_is_read_with_the_same_limit(tmp_path: Path, dr
     exact = len(encode_record(record))
     for limit in (exact, exact + 1, 4 * exact, LIMIT):
         directory = write(tmp_path / str(limit) / "checkpoints" / "c")
-        written = write_record(directory, window, most_bytes=limit)
+        written = write_record(LocalStore(directory), window, most_bytes=limit)
         if isinstance(written, Doubt):
             continue
         publish_from_receipts(directory, manifest_of(artifacts=receipts() | written))
@@ -405,7 +413,7 @@ def test_a_record_that_was_removed_is_a_damaged_checkpoint(tmp_path: Path) -> No
 def test_a_record_that_nobody_committed_is_not_taken(tmp_path: Path) -> None:
     directory = write(tmp_path / "checkpoints" / "c")
     publish(directory)
-    write_record(directory, a_window(), most_bytes=LIMIT)
+    write_record(LocalStore(directory), a_window(), most_bytes=LIMIT)
     with pytest.raises(ArtifactUnexpectedError):
         open_checkpoint(LocalStore(tmp_path), "checkpoints/c", compatibility=None)
 
@@ -512,7 +520,7 @@ def test_storage_that_fails_is_unavailable_and_no_doubt(
 
     monkeypatch.setattr(os, call, full)
     with pytest.raises(StorageUnavailableError, match="ENOSPC"):
-        write_record(tmp_path, a_window(), most_bytes=LIMIT)
+        write_record(LocalStore(tmp_path), a_window(), most_bytes=LIMIT)
 
 
 def test_a_device_that_keeps_fewer_bytes_than_it_took_is_unavailable(
@@ -521,20 +529,20 @@ def test_a_device_that_keeps_fewer_bytes_than_it_took_is_unavailable(
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:1]) and len(data))
     with pytest.raises(StorageUnavailableError):
-        write_record(tmp_path, a_window(), most_bytes=LIMIT)
+        write_record(LocalStore(tmp_path), a_window(), most_bytes=LIMIT)
 
 
 def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:7]))
-    write_record(tmp_path, a_window(), most_bytes=LIMIT)
+    write_record(LocalStore(tmp_path), a_window(), most_bytes=LIMIT)
     assert decode((tmp_path / RECORD_NAME).read_bytes()) == a_record()
 
 
 def test_a_record_is_not_written_over_anything(tmp_path: Path) -> None:
     (tmp_path / RECORD_NAME).write_text("a rank's")
-    with pytest.raises(StorageUnavailableError, match="EEXIST"):
-        write_record(tmp_path, a_window(), most_bytes=LIMIT)
+    with pytest.raises(CheckpointConflictError):
+        write_record(LocalStore(tmp_path), a_window(), most_bytes=LIMIT)
     assert (tmp_path / RECORD_NAME).read_text() == "a rank's"
     assert durable._failed == set()
 

@@ -1,18 +1,25 @@
-"""Where a run's small files live, behind one contract that a file system and an object store can both keep.
+"""Where a run's files live, behind one contract that a file system and an object store can both keep.
 
 * A name that is put is put whole, durably, once; nothing is ever replaced.
 * *Absent* is a value (``None``, an empty listing); whatever else goes wrong is ``StorageUnavailableError``. The two are never
   mixed up: only absence may lead to a fresh start.
 * Names are safe relative paths (`cosmos_ctrl.checkpoints.names`); anything else is ``UnsafeNameError`` before any access.
 * Names that begin with ``names.TEMPORARY_PREFIX`` are a store's own leftovers; no listing shows them.
+* There are no directories to make: a directory is there while something lies in it, whether or not the store has such a thing.
+
+`cosmos_ctrl.testing.check_store` holds a store to this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 EntryKind = Literal["file", "directory", "symbolic link", "other"]
+
+#: The operation in ``StorageUnavailableError`` when a name is visible, or may be, and it is not known that it lasts.
+VISIBLE_NOT_DURABLE = "making the published name durable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +34,17 @@ class Entry:
 
 
 class Store(Protocol):
-    """A run's directory or object-store prefix."""
+    """A run's directory or object-store prefix. Thread-safe."""
 
     @property
     def uri(self) -> str:
-        """Where it is, for people and for errors."""
+        """Where it is, for people, for errors and for `open_store`."""
 
     def location(self, name: str) -> str:
         """Where `name` is, for people and for errors."""
+
+    def within(self, prefix: str) -> Store:
+        """The store below `prefix`. Where there are directories, it does not make its own again once somebody removed it."""
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Store `data` under `name` unless the name is taken; durable once this returns. Missing parents are made.
@@ -45,7 +55,8 @@ class Store(Protocol):
 
         Raises:
             CheckpointConflictError: something else has the name; it is untouched.
-            StorageUnavailableError: nothing is known; the name may be visible.
+            StorageUnavailableError: it was not stored; with the operation ``VISIBLE_NOT_DURABLE``: the name is visible, or may be, and
+                must be neither acknowledged nor tried again.
         """
 
     def read(self, name: str, *, limit: int) -> bytes | None:
@@ -54,6 +65,17 @@ class Store(Protocol):
         Raises:
             CheckpointDamagedError: it is larger than `limit` bytes, or not a regular file.
             StorageUnavailableError: it could not be read.
+        """
+
+    def open(self, name: str) -> BinaryIO | None:
+        """`name` for reading, unbuffered and seekable, or None when it is absent. No link is followed on the way.
+
+        The file goes on being the one that was opened, whatever becomes of the name. Its errors are ``CheckpointDamagedError`` (it
+        changed under the reader) and ``StorageUnavailableError``, or ``OSError``. A file with a ``fileno`` is one of this machine.
+
+        Raises:
+            CheckpointDamagedError: it, or a directory on the way, is of another kind.
+            StorageUnavailableError: it could not be opened.
         """
 
     def list(self, prefix: str) -> tuple[str, ...]:
@@ -81,16 +103,15 @@ class Store(Protocol):
         """Remove `name`, durably.
 
         Returns:
-            False when it was absent.
+            False when it was absent. Of two that remove it at once, both may be told True.
 
         Raises:
             StorageUnavailableError: it could not be removed.
         """
 
-    def make_directory(self, name: str) -> None:
-        """Make the directory `name`, fresh and durable, and its missing parents.
+    def sync_names(self, names: Iterable[str]) -> None:
+        """Make durable that files which somebody else wrote durably have these names.
 
         Raises:
-            CheckpointConflictError: there is something of that name.
-            StorageUnavailableError: it could not be made.
+            StorageUnavailableError: it failed; nothing may be published over them.
         """

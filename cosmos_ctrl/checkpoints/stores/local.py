@@ -13,17 +13,21 @@ import errno
 import os
 import secrets
 import stat
-from contextlib import suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from cosmos_ctrl.checkpoints import durable, names
 from cosmos_ctrl.checkpoints.digests import digest_bytes
 from cosmos_ctrl.checkpoints.durable import storage_errors
-from cosmos_ctrl.checkpoints.stores import Entry, EntryKind
+from cosmos_ctrl.checkpoints.names import parents_of
+from cosmos_ctrl.checkpoints.stores import VISIBLE_NOT_DURABLE, Entry, EntryKind
 from cosmos_ctrl.core.errors import CheckpointConflictError, CheckpointDamagedError, StorageUnavailableError
 
-#: The operation in ``StorageUnavailableError`` when a name became visible and could not be made durable.
-VISIBLE_NOT_DURABLE = "making the published name durable"
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# A FIFO would block an open without O_NONBLOCK; a link could lead anywhere.
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LocalStore:
@@ -59,6 +63,10 @@ class LocalStore:
         """
         return self.root / names.check_store_name(name, path=self.uri) if name else self.root
 
+    def within(self, prefix: str) -> LocalStore:
+        """See `Store.within`."""
+        return LocalStore(self.path_of(prefix), file_mode=self._file_mode, make_root=False)
+
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """See `Store.put_if_absent`.
 
@@ -89,8 +97,7 @@ class LocalStore:
         path = self.path_of(name)
         with storage_errors(path, "read"):
             try:
-                # A FIFO would block an open without O_NONBLOCK; a link could lead anywhere.
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                descriptor = os.open(path, _FILE_FLAGS)
             except FileNotFoundError:
                 return None
             except OSError as error:
@@ -107,6 +114,32 @@ class LocalStore:
         if len(data) > limit:
             raise self._damaged(path, "size in bytes", f"at most {limit}", str(status.st_size))
         return data
+
+    def open(self, name: str) -> BinaryIO | None:
+        """See `Store.open`. Opened part by part, so a name cannot lead out of the root even when a directory is swapped meanwhile."""
+        path = self.path_of(names.check_store_name(name, path=self.uri))
+        *parents, last = name.split("/")
+        with storage_errors(path, "open"), ExitStack() as stack:
+            try:
+                # The root itself may be reached through a link; nothing below it may.
+                at = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, at)
+                for parent in parents:
+                    at = os.open(parent, _DIRECTORY_FLAGS, dir_fd=at)
+                    stack.callback(os.close, at)
+                descriptor = os.open(last, _FILE_FLAGS, dir_fd=at)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                # ELOOP: the file is a link. ENOTDIR: a directory is one, or is none. ENXIO: a socket.
+                if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+                    raise self._not_regular(name, durable.describe(error)) from error
+                raise
+            kind = kind_of(os.fstat(descriptor).st_mode)
+            if kind != "file":
+                os.close(descriptor)
+                raise self._not_regular(name, kind)
+            return os.fdopen(descriptor, "rb", buffering=0)
 
     def list(self, prefix: str) -> tuple[str, ...]:
         """See `Store.list`. A link to a directory is listed as one; a dangling link is ``StorageUnavailableError``."""
@@ -179,16 +212,12 @@ class LocalStore:
         durable.fsync_directory(path.parent)
         return removed
 
-    def make_directory(self, name: str) -> None:
-        """See `Store.make_directory`."""
-        path = self.path_of(names.check_store_name(name, path=self.uri))
-        self._ensure(path.parent)
-        with storage_errors(path, "mkdir"):
-            try:
-                path.mkdir()
-            except FileExistsError as error:
-                raise CheckpointConflictError(path=str(path), what="the directory is not fresh") from error
-        durable.fsync_directory(path.parent)
+    def sync_names(self, names: Iterable[str]) -> None:
+        """See `Store.sync_names`: every directory they lie in, the deepest first, then the root."""
+        below = {parent for name in names for parent in parents_of(name)}
+        for parent in sorted(below, key=lambda name: (-name.count("/"), name)):
+            durable.fsync_directory(self.path_of(parent))
+        durable.fsync_directory(self.root)
 
     def _ensure(self, directory: Path) -> None:
         if directory in self._durable:
@@ -213,6 +242,9 @@ class LocalStore:
         if existing != data:
             what = f"{digest_bytes(existing)} is there, {digest_bytes(data)} was to be published"
             raise CheckpointConflictError(path=str(target), what=what)
+
+    def _not_regular(self, name: str, found: str) -> CheckpointDamagedError:
+        return CheckpointDamagedError(path=self.uri, artifact=name, what="kind", expected="a regular file", found=found)
 
     @staticmethod
     def _damaged(path: Path, what: str, expected: str, found: str) -> CheckpointDamagedError:
