@@ -33,9 +33,12 @@ from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.core.errors import (
     ArtifactMissingError,
     ArtifactUnexpectedError,
+    CheckpointConflictError,
     CheckpointDamagedError,
+    CheckpointError,
     CheckpointIncompatibleError,
     CheckpointNotFoundError,
+    CheckpointSweptError,
     CheckpointUncommittedError,
 )
 from cosmos_ctrl.core.resume import ControllerResumeMetadata, require_count
@@ -227,7 +230,10 @@ def publish_from_receipts(directory: Path, manifest: CheckpointManifest) -> str:
     on_disk.check_closed_set(store.scan(""), sizes, path=path)
     on_disk.fsync_directories(directory, manifest.artifacts)
     # The store makes the directory's own name durable, then the manifest, then the manifest's name.
-    store.put_if_absent(MANIFEST_NAME, data)
+    try:
+        store.put_if_absent(MANIFEST_NAME, data)
+    except CheckpointConflictError as error:
+        raise _conflict(store, path, error) from error
     return digests.digest_bytes(data)
 
 
@@ -235,6 +241,7 @@ def parse_manifest(data: bytes, *, path: str) -> CheckpointManifest:
     """The manifest that `data` is, of the checkpoint found at `path`.
 
     Raises:
+        CheckpointSweptError: it is a tombstone.
         UnknownSchemaError: it is of a schema version that is not known here.
         UnsafeNameError: it names an artifact that is no safe name.
         CheckpointDamagedError: it is no manifest.
@@ -258,7 +265,7 @@ def read_manifest(directory: Path, path: str | None = None) -> tuple[CheckpointM
 
     Raises:
         CheckpointNotFoundError: there is no such directory.
-        CheckpointUncommittedError: there is one, without a manifest.
+        CheckpointUncommittedError: there is one, without a manifest; CheckpointSweptError, if it was swept.
         UnknownSchemaError, UnsafeNameError, CheckpointDamagedError: there is something else.
         StorageUnavailableError: it could not be read.
     """
@@ -284,6 +291,17 @@ def _existing(directory: Path) -> LocalStore:
     if not stat.S_ISDIR(mode):
         raise CheckpointNotFoundError(path=str(directory))
     return LocalStore(directory, make_root=False)
+
+
+def _conflict(store: LocalStore, path: str, error: CheckpointConflictError) -> CheckpointConflictError:
+    """The conflict, said in words where what has the name is a tombstone."""
+    try:
+        parse_manifest(store.read(MANIFEST_NAME, limit=MAX_MANIFEST_BYTES) or b"", path=path)
+    except CheckpointSweptError as swept:
+        return CheckpointConflictError(path=error.path, what=str(swept))
+    except CheckpointError:
+        pass
+    return error
 
 
 def _require_readable(data: bytes, manifest: CheckpointManifest) -> None:

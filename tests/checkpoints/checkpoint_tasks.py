@@ -8,12 +8,13 @@ import select
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import checkpoint_helpers as helpers
 
-from cosmos_ctrl.checkpoints import claims, damage, discovery
+from cosmos_ctrl.checkpoints import claims, damage, discovery, retention
 from cosmos_ctrl.checkpoints.manifest import publish_from_receipts
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.core.errors import ControlError
@@ -27,6 +28,10 @@ TASKS = {
     "record": lambda directory: damage.record_damage(LocalStore(directory), "checkpoints/a", "rank0.pt", "flipped"),
     "fresh": lambda directory: LocalStore(directory).make_directory("checkpoints/new"),
     "delete": lambda directory: LocalStore(directory).delete("manifest.json"),
+    "retain": lambda directory: asdict(retention.retain(LocalStore(directory), retention.RetentionPolicy(keep_last=1))),
+    "pin": lambda directory: claims.pin_resume(
+        LocalStore(directory), 1, execution_id="mine", checkpoint="checkpoints/a"
+    ),
 }
 
 
@@ -63,6 +68,7 @@ def main() -> None:
             ("discover", run),
             ("claim", run),
             ("record", run),
+            ("retain", run),
         ):
             warmed = outcome(task, where)
             assert "ok" in warmed, warmed
