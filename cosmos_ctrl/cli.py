@@ -1,4 +1,4 @@
-"""``cosmos-ctrl``: serve a run, run everything locally, ask a controller, read a run's journals."""
+"""``cosmos-ctrl``: serve a run, run everything locally, ask a controller, read a run's journals, tend its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 from google.protobuf import json_format
 
+from cosmos_ctrl import operations_cli
 from cosmos_ctrl.config import ConfigurationError, load_config
 from cosmos_ctrl.core.errors import CheckpointError
 from cosmos_ctrl.exits import ExitCode
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = commands.add_parser("report", help="count what the executions of a run skipped, repeated and redid")
     report.add_argument("directory", type=Path, help="the run's directory, with journals")
     report.set_defaults(handler=_report)
+
+    operations_cli.add_commands(commands)
 
     demo = commands.add_parser("demo", help="a crash and a resume through the core alone, without torch, in seconds")
     demo.set_defaults(handler=_demo)

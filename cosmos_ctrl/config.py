@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cosmos_ctrl.checkpoints.document import plain_compatibility
+from cosmos_ctrl.checkpoints.retention import RetentionPolicy
 from cosmos_ctrl.checkpoints.stores.opening import ObjectLocation, parse_location
 from cosmos_ctrl.core.policy import RunPolicy
 
@@ -191,8 +192,23 @@ class CheckpointsSection(_Section):
     """What a damaged newest checkpoint means for automatic resume."""
     save_timeout_s: _Seconds = 1800.0
     """Longest time a save may take."""
+    keep_last: _Count = 0
+    """So many of the newest sound checkpoints are kept, by execution number, then step; 0: all."""
+    keep_every: _Count = 0
+    """With keep_last: checkpoints whose step is a multiple of this are kept for ever as well; 0: none."""
     compatibility: Annotated[dict[str, Any], AfterValidator(_storable)] = {}
     """The application's own settings that a resumed run must share."""
+
+    @model_validator(mode="after")
+    def _retention_fits(self) -> CheckpointsSection:
+        if self.owner == "application" and self.keep_last:
+            raise ValueError("keep_last deletes checkpoints that a manifest commits, and owner is 'application'")
+        self.retention()
+        return self
+
+    def retention(self) -> RetentionPolicy:
+        """Which checkpoints are kept."""
+        return RetentionPolicy(keep_last=self.keep_last, keep_every=self.keep_every)
 
 
 class WorkersSection(_Section):

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of ``cosmos-ctrl serve``. Workers have their own: 10 is a stale one."""
+    """Exit codes of ``cosmos-ctrl``. Workers have their own: 10 is a stale one."""
 
     ENDED = 0
     """The run ended as it should, or there was nothing to do."""
@@ -25,4 +25,5 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
     """A person interrupted it before there was anything to save."""
     DAMAGE_FOUND = 15
-    """A rank found damage while loading; it is recorded, and the next execution errs or passes over, as configured."""
+    """A rank found damage while loading; it is recorded, and the next execution errs or passes over, as configured. Of
+    ``cosmos-ctrl verify``: it found damage."""

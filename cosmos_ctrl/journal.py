@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,32 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             if line.endswith("\n"):
                 yield json.loads(line)
+
+
+class JournalTail:
+    """Follows some events of a journal while it is written."""
+
+    def __init__(self, path: Path, events: Iterable[str]) -> None:
+        """`path` need not exist yet."""
+        self._path = path
+        # What is not asked for, which is nearly everything, is not parsed.
+        self._beginnings = tuple(f'{{"event": {json.dumps(event)}'.encode() for event in events)
+        self._read = 0
+
+    def take(self) -> list[dict[str, Any]]:
+        """The events that were written since the last call.
+
+        Raises:
+            OSError: the journal is there and cannot be read.
+        """
+        try:
+            with self._path.open("rb") as journal:
+                journal.seek(self._read)
+                whole = journal.read().rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return []
+        self._read += len(whole) + 1 if whole else 0
+        return [json.loads(line) for line in whole.split(b"\n") if line.startswith(self._beginnings)]
 
 
 def journal_path(run: Path, execution_number: int) -> Path:

@@ -1,6 +1,6 @@
 """The controller as a process: claims, discovers, opens its port, restores, serves, ends.
 
-* Order: the port is bound, the execution number claimed, the checkpoint discovered, the port served (everything answers
+* Order: the port is bound, the execution number claimed, the checkpoint discovered and pinned, the port served (everything answers
   RESTORING), the sampler restored. Health says SERVING from then on.
 * The first SIGTERM, SIGINT or SIGUSR1 finishes issued updates, saves at the real step and ends; a second one ends at once
   and publishes nothing.
@@ -30,9 +30,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cosmos_ctrl.checkpoints.adapter import ManifestAdapter
-from cosmos_ctrl.checkpoints.claims import claim_execution
+from cosmos_ctrl.checkpoints.claims import claim_execution, pin_resume
 from cosmos_ctrl.checkpoints.digests import parse_digest
-from cosmos_ctrl.checkpoints.discovery import list_checkpoints
+from cosmos_ctrl.checkpoints.discovery import list_checkpoints, path_in_run
 from cosmos_ctrl.checkpoints.names import check_artifact_names
 from cosmos_ctrl.checkpoints.stores import Store
 from cosmos_ctrl.checkpoints.stores.opening import open_store, probe_conditional_puts
@@ -40,7 +40,7 @@ from cosmos_ctrl.checkpoints.window import RECORD_NAME, read_record
 from cosmos_ctrl.config import Config
 from cosmos_ctrl.core.agreement import Resumed
 from cosmos_ctrl.core.controller import Controller
-from cosmos_ctrl.core.errors import ResumeMetadataMismatch
+from cosmos_ctrl.core.errors import ResumeMetadataMismatch, UnsafeNameError
 from cosmos_ctrl.core.execution import ExecutionIdentity
 from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.replay import Doubt, Replay, ReplayRecord, restore
@@ -212,7 +212,7 @@ class _Opened:
 
 
 def _open_run(config: Config, application: Application) -> _Opened:
-    """Claim the next execution number, then discover what to resume from.
+    """Claim the next execution number, then discover what to resume from, then pin it: from then on nobody deletes it.
 
     Raises:
         ValueError: the configuration asks for what the application does not have.
@@ -236,8 +236,17 @@ def _open_run(config: Config, application: Application) -> _Opened:
     number = claim_execution(store, execution_id=execution_id, note=note)
     request = ResumeRequest(TrainRequest(config.train.resume, config.location))
     metadata = load_resume_metadata(application.adapter, request, owner=sampling.owner_name)
+    resumed_from = _path_to_pin(store, metadata.checkpoint_path) if metadata else None
+    pin_resume(store, number, execution_id=execution_id, checkpoint=resumed_from)
     _say_what_is_resumed(config, store, number, metadata)
     return _Opened(store, ExecutionIdentity(number, execution_id), sampling, metadata)
+
+
+def _path_to_pin(store: Store, path: str) -> str:
+    try:
+        return path_in_run(store, path)
+    except UnsafeNameError:
+        return path  # an application's own, somewhere else
 
 
 async def _restore_run(config: Config, application: Application, opened: _Opened, journal: Journal | None) -> Runtime:
@@ -263,6 +272,7 @@ async def _restore_run(config: Config, application: Application, opened: _Opened
         compatibility=application.compatibility,
         on_corrupt=config.checkpoints.on_corrupt,
         max_record_bytes=config.replay.max_record_bytes,
+        retention=config.checkpoints.retention(),
     )
     if spared := controller.statistics().spared_completions:
         _log.info("%d completions beyond the boundary are settled already and not generated again", spared)

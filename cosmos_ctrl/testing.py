@@ -25,6 +25,7 @@ from cosmos_ctrl.core.errors import (
     CheckpointConflictError,
     CheckpointDamagedError,
     ControlError,
+    StorageUnavailableError,
     UnsafeNameError,
 )
 
@@ -125,6 +126,8 @@ def _absence(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Si
     for name in ("absent", "absent/deep"):
         expect.equal(f"read({name!r})", store.read(name, limit=1), None)
         expect.equal(f"head({name!r})", store.head(name), None)
+        expect.equal(f"kind({name!r})", store.kind(name), None)
+        expect.raises(StorageUnavailableError, f"sync({name!r})", partial(store.sync, name))
         expect.equal(f"open({name!r})", store.open(name), None)
         expect.equal(f"list({name!r})", store.list(name), ())
         expect.equal(f"scan({name!r})", store.scan(name), ())
@@ -202,6 +205,9 @@ def _listings(open_store: Callable[[], Store], expect: _Expectations, _sizes: _S
     if directories not in (set(), {"deep", "deep/er"}):
         expect.broke(f"a scan shows the directories {_short(directories)}, expected all that there are, or none")
     expect.equal("scan in order", entries, tuple(sorted(entries, key=lambda entry: entry.name)))
+    for name, kind in (("listing", "directory"), ("listing/a", "directory"), ("listing/b", "file")):
+        expect.equal(f"kind({name!r})", store.kind(name), kind)
+    store.sync("listing")
     store.sync_names(["listing/b", "listing/a/deep/er/y"])
 
 

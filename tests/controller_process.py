@@ -115,6 +115,7 @@ class ControllerProcess:
 
     def manifests(self) -> list[dict[str, Any]]:
         found = [json.loads(path.read_text()) for path in self.run.glob("checkpoints/*/manifest.json")]
+        found = [manifest for manifest in found if "swept_by_execution" not in manifest]
         return sorted(found, key=lambda m: (m["execution_number"], m["metadata"]["completed_training_steps"]))
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cosmos_ctrl.checkpoints.retention import KEEP_ALL
 from cosmos_ctrl.config import Config, ConfigurationError, load_config
 from cosmos_ctrl.core.policy import RunPolicy
 
@@ -279,6 +280,9 @@ def test_a_variable_reaches_a_key_of_any_depth():
         ("[rollout]\nn_generation = 2\nmin_completions_per_group = 3", "min_completions_per_group 3"),
         ("[rollout]\nmax_staleness = 1\nannounces_weights = false", "max_staleness"),
         ('[run]\nname = "../../elsewhere"', "run.name"),
+        ("[checkpoints]\nkeep_every = 5", "keep_every is 5 and keep_last 0"),
+        ('[checkpoints]\nowner = "application"\nkeep_last = 2', "owner is 'application'"),
+        ("[checkpoints]\nkeep_last = -1", "checkpoints.keep_last = -1"),
     ],
 )
 def test_settings_that_do_not_fit_each_other_are_refused(text, what):
@@ -308,3 +312,9 @@ def test_a_run_lies_in_a_directory_or_a_bucket_and_what_is_appended_to_stays_her
 def test_a_run_that_can_lie_nowhere_is_refused(directory: str) -> None:
     with pytest.raises(ConfigurationError, match=r"run\.directory = "):
         load(f'[run]\ndirectory = "{directory}"\n')
+
+
+def test_the_policy_of_retention_is_what_the_file_says():
+    assert load().checkpoints.retention() == KEEP_ALL
+    read = load("[checkpoints]\nkeep_last = 3\nkeep_every = 100").checkpoints.retention()
+    assert (read.keep_last, read.keep_every) == (3, 100)

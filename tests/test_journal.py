@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_ctrl.journal import Journal, journal_path, read_journal
+from cosmos_ctrl.journal import Journal, JournalTail, journal_path, read_journal
 
 
 @pytest.fixture
@@ -82,3 +82,23 @@ def test_a_full_disk_never_reaches_who_records(caplog):
     journal.close()
     assert [record.message for record in caplog.records if "cannot be written any more" in record.message]
     assert len(caplog.records) == 1
+
+
+def test_a_tail_gives_each_event_that_is_asked_for_once(path):
+    tail = JournalTail(path, ("retired", "swept"))
+    assert tail.take() == []
+    journal = Journal(path)
+    assert tail.take() == []
+    journal.record("retired", path="a")
+    journal.record("retired_too", path="x")
+    journal.record("issue", text='{"event": "retired"}')
+    assert [event["path"] for event in tail.take()] == ["a"]
+    assert tail.take() == []
+    with path.open("a") as torn:
+        torn.write('{"event": "swept", "path"')
+        torn.flush()
+        assert tail.take() == []
+        torn.write(': "b"}\n')
+    journal.record("retired", path="c")
+    assert [event["path"] for event in tail.take()] == ["b", "c"]
+    journal.close()

@@ -6,6 +6,8 @@
 * A committed but damaged newest one is an error, unless the operator chose ``on_corrupt="previous"``; so is a manifest that cannot
   be parsed, since its place in the order is unknown. An unknown schema or other settings are no damage: always an error.
 * Uncommitted saves are passed over with a reason; a reader deletes nothing.
+* What is being deleted is not chosen: intents are read before any manifest, after the caller has claimed its execution. At the newest
+  end it counts as damage does, so that nothing older is taken in silence.
 * No shard is hashed: of the newest, names, kinds and sizes are looked at; of the others, the manifest.
 """
 
@@ -21,28 +23,32 @@ from cosmos_ctrl.checkpoints.artifacts import check_closed_set
 from cosmos_ctrl.checkpoints.damage import damage_records
 from cosmos_ctrl.checkpoints.digests import digest_bytes
 from cosmos_ctrl.checkpoints.document import MAX_MANIFEST_BYTES
+from cosmos_ctrl.checkpoints.intents import intended, intent_name
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, parse_manifest
-from cosmos_ctrl.checkpoints.names import MANIFEST_NAME, check_store_name
+from cosmos_ctrl.checkpoints.names import CHECKPOINTS, MANIFEST_NAME, check_store_name
 from cosmos_ctrl.checkpoints.stores import Store
 from cosmos_ctrl.checkpoints.stores.opening import open_store
 from cosmos_ctrl.core.errors import (
     ArtifactMissingError,
     ArtifactUnexpectedError,
     CheckpointDamagedError,
+    CheckpointDeletingError,
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointSweptError,
     CheckpointUncommittedError,
     StorageUnavailableError,
     UnsafeNameError,
 )
 
-DIRECTORY = "checkpoints"
-
 OnCorrupt = Literal["error", "previous"]
-Verdict = Literal["chosen", "older", "uncommitted", "damaged", "incompatible", "unreadable"]
+Verdict = Literal["chosen", "older", "uncommitted", "damaged", "incompatible", "unreadable", "deleting"]
 
-#: Refusals that are damage: ``on_corrupt="previous"`` passes over them.
+#: Refusals that are damage.
 _DAMAGE = (CheckpointDamagedError, ArtifactMissingError, ArtifactUnexpectedError, UnsafeNameError)
+
+#: Refusals that ``on_corrupt="previous"`` passes over.
+_PASSED_OVER = (*_DAMAGE, CheckpointDeletingError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,7 @@ def discover(store: Store, *, compatibility: Mapping[str, Any] | None, on_corrup
 
     Raises:
         CheckpointDamagedError, ArtifactMissingError, ArtifactUnexpectedError, UnsafeNameError: the newest is damaged, or all are.
+        CheckpointDeletingError: the newest is being deleted.
         CheckpointIncompatibleError: the newest is of another dataset, topology or setting; it names the keys.
         UnknownSchemaError: one was written by a version that this one does not know.
         StorageUnavailableError: something could not be read.
@@ -110,20 +117,22 @@ def explain(store: Store, *, compatibility: Mapping[str, Any] | None, on_corrupt
         StorageUnavailableError: the candidates, or the records of damage, could not even be listed.
     """
     choice = _Choice(on_corrupt)
-    damage = damage_records(store)
+    flaws = _Flaws(intended(store), damage_records(store))
     committed: list[Found] = []
     unplaced: list[Candidate] = []
     uncommitted: list[Candidate] = []
     for path in _directories(store):
         try:
-            committed.append(_read(store, path))
+            committed.append(read_committed(store, path))
         except CheckpointUncommittedError as error:
-            uncommitted.append(Candidate(path, "uncommitted", str(error)))
+            headless = f"{path}: its deletion has begun, and the manifest is gone"
+            explanation = headless if path in flaws.intended else str(error)
+            uncommitted.append(Candidate(path, "uncommitted", explanation))
         except CheckpointError as error:
             choice.refuse(error)
             explanation = f"its place in the order is unknown, so it may be the newest: {error}"
             unplaced.append(Candidate(path, _verdict_of(error), explanation))
-    judged = [_judge(store, found, choice, damage, compatibility) for found in _newest_first(committed)]
+    judged = [_judge(store, found, choice, flaws, compatibility) for found in newest_first(committed)]
     # With everything damaged and passed over, a fresh start would be a silent one.
     failure = choice.failure or (choice.passed_over if choice.chosen is None else None)
     return Discovery(choice.chosen, (*unplaced, *judged, *uncommitted), failure)
@@ -139,7 +148,8 @@ def open_checkpoint(store: Store | Path, path: str, *, compatibility: Mapping[st
 
     Raises:
         CheckpointNotFoundError: there is no such directory.
-        CheckpointUncommittedError: it has no manifest.
+        CheckpointUncommittedError: it has no manifest; CheckpointSweptError, if it was swept.
+        CheckpointDeletingError: it is being deleted.
         CheckpointDamagedError, ArtifactMissingError, ArtifactUnexpectedError, UnknownSchemaError: it is not what was committed.
         CheckpointIncompatibleError: it is of another dataset, topology or setting; it names the keys.
         UnsafeNameError: the path leads out of the run.
@@ -147,14 +157,17 @@ def open_checkpoint(store: Store | Path, path: str, *, compatibility: Mapping[st
     """
     store = open_store(store) if isinstance(store, Path) else store
     relative = path_in_run(store, path)
+    flaws = _Flaws(intended(store), damage_records(store))
     try:
-        found = _read(store, relative)
+        found = read_committed(store, relative)
+    except CheckpointSweptError:
+        raise
     except CheckpointUncommittedError:
         parent, _, name = relative.rpartition("/")
         if f"{name}/" not in store.list(parent):
             raise CheckpointNotFoundError(path=path) from None
         raise
-    _check(store, found, damage_records(store), compatibility, sizes=True)
+    _check(store, found, flaws, compatibility, sizes=True)
     return found
 
 
@@ -167,12 +180,12 @@ def list_checkpoints(store: Store) -> tuple[Found, ...]:
     committed = []
     for path in _directories(store):
         try:
-            committed.append(_read(store, path))
+            committed.append(read_committed(store, path))
         except StorageUnavailableError:
             raise
         except CheckpointError:
             continue
-    return _newest_first(committed)
+    return newest_first(committed)
 
 
 def path_in_run(store: Store, path: str) -> str:
@@ -213,24 +226,35 @@ class _Choice:
         """Something at the newest end cannot be resumed from: the end of the choice, unless damage is passed over."""
         if not self.is_open:
             return
-        if self.on_corrupt == "previous" and isinstance(error, _DAMAGE):
-            self.passed_over = self.passed_over or error
+        if self.on_corrupt == "previous" and isinstance(error, _PASSED_OVER):
+            # The newest of them is told; but an intent before damage, since an operator can lift it.
+            can_be_lifted = isinstance(error, CheckpointDeletingError)
+            if self.passed_over is None or can_be_lifted > isinstance(self.passed_over, CheckpointDeletingError):
+                self.passed_over = error
         else:
             self.failure = error
+
+
+@dataclass(frozen=True, slots=True)
+class _Flaws:
+    """What the run says against some of its checkpoints."""
+
+    intended: frozenset[str]
+    damage: Mapping[str, str]
 
 
 def _judge(
     store: Store,
     found: Found,
     choice: _Choice,
-    damage: Mapping[str, str],
+    flaws: _Flaws,
     compatibility: Mapping[str, Any] | None,
 ) -> Candidate:
     metadata = found.manifest.metadata
     order = f"execution {found.manifest.execution_number}, step {metadata.completed_training_steps}"
     verdict: Verdict
     try:
-        _check(store, found, damage, compatibility, sizes=choice.is_open)
+        _check(store, found, flaws, compatibility, sizes=choice.is_open)
     except CheckpointError as error:
         choice.refuse(error)
         verdict, explanation = _verdict_of(error), str(error)
@@ -248,17 +272,11 @@ def _judge(
     return Candidate(found.path, verdict, explanation, found.manifest, found.manifest_digest)
 
 
-def _check(
-    store: Store, found: Found, damage: Mapping[str, str], compatibility: Mapping[str, Any] | None, *, sizes: bool
-) -> None:
-    if found.path in damage:
-        raise CheckpointDamagedError(
-            path=found.path,
-            artifact="an artifact",
-            what="content",
-            expected="what was committed",
-            found=damage[found.path],
-        )
+def _check(store: Store, found: Found, flaws: _Flaws, compatibility: Mapping[str, Any] | None, *, sizes: bool) -> None:
+    if found.path in flaws.intended:
+        raise CheckpointDeletingError(path=found.path, intent=intent_name(found.path))
+    if found.path in flaws.damage:
+        raise recorded_damage(found.path, flaws.damage[found.path])
     if sizes:
         expected = {name: artifact.size_bytes for name, artifact in found.manifest.artifacts.items()}
         check_closed_set(store.scan(found.path), expected, path=found.path)
@@ -266,7 +284,21 @@ def _check(
         found.manifest.check_compatibility(compatibility, path=found.path)
 
 
-def _read(store: Store, path: str) -> Found:
+def recorded_damage(path: str, explanation: str) -> CheckpointDamagedError:
+    """The error for a checkpoint of which a rank or an operator said that it is damaged."""
+    return CheckpointDamagedError(
+        path=path, artifact="an artifact", what="content", expected="what was committed", found=explanation
+    )
+
+
+def read_committed(store: Store, path: str) -> Found:
+    """The checkpoint at `path` by its manifest alone.
+
+    Raises:
+        CheckpointUncommittedError: it has no manifest; CheckpointSweptError, if it was swept.
+        CheckpointDamagedError, UnknownSchemaError, UnsafeNameError: what has the manifest's name is none that is known.
+        StorageUnavailableError: it could not be read.
+    """
     data = store.read(f"{path}/{MANIFEST_NAME}", limit=MAX_MANIFEST_BYTES)
     if data is None:
         raise CheckpointUncommittedError(path=path)
@@ -274,10 +306,12 @@ def _read(store: Store, path: str) -> Found:
 
 
 def _directories(store: Store) -> list[str]:
-    return [f"{DIRECTORY}/{name[:-1]}" for name in store.list(DIRECTORY) if name.endswith("/")]
+    return [f"{CHECKPOINTS}/{name[:-1]}" for name in store.list(CHECKPOINTS) if name.endswith("/")]
 
 
-def _newest_first(committed: Iterable[Found]) -> tuple[Found, ...]:
+def newest_first(committed: Iterable[Found]) -> tuple[Found, ...]:
+    """The checkpoints in discovery's order."""
+
     def key(found: Found) -> tuple[int, int, int, int, str, str]:
         # Of one step, the one whose budget is further used up: a run that ends with discards saves its last step again. What
         # follows only breaks ties, so that two copies of one checkpoint have an order.
@@ -291,4 +325,6 @@ def _newest_first(committed: Iterable[Found]) -> tuple[Found, ...]:
 def _verdict_of(error: CheckpointError) -> Verdict:
     if isinstance(error, StorageUnavailableError):
         return "unreadable"
+    if isinstance(error, CheckpointDeletingError):
+        return "deleting"
     return "damaged" if isinstance(error, _DAMAGE) else "incompatible"

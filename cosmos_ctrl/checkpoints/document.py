@@ -2,6 +2,7 @@
 
 * Every field is required, none is unknown, none is coerced: ``true`` is not a count, ``1.0`` is not ``1``.
 * The version is read before anything else, so a later schema is *unknown*, not *damaged*.
+* A *tombstone* holds the manifest's name where a save was swept: it is told apart before anything else, and never is a manifest.
 * The sampler state is text where its codec is ``json`` and base64 otherwise, so a person can read what can be read.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -18,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cosmos_ctrl.checkpoints import canonical, digests
 from cosmos_ctrl.checkpoints.artifacts import Artifact
 from cosmos_ctrl.checkpoints.names import MANIFEST_NAME
-from cosmos_ctrl.core.errors import CheckpointDamagedError, UnknownSchemaError
+from cosmos_ctrl.core.errors import CheckpointDamagedError, CheckpointSweptError, UnknownSchemaError
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
 from cosmos_ctrl.core.state import EncodedState
 
@@ -32,6 +34,8 @@ MAX_MANIFEST_BYTES = 64 << 20
 
 #: Largest application note, in bytes of UTF-8.
 MAX_NOTE_BYTES = 64 << 10
+
+_TOMBSTONE = re.compile(rb'\{"swept_by_execution":([0-9]{1,20})\}\n')
 
 #: What the wire carries.
 Count = Annotated[int, Field(ge=0, lt=1 << 64)]
@@ -190,13 +194,21 @@ def encode_document(document: ManifestDocument) -> bytes:
     return canonical.canonical_text(document.model_dump(), "manifest").encode() + b"\n"
 
 
+def tombstone(execution_number: int) -> bytes:
+    """What takes a manifest's name for good when that execution sweeps a save that was never committed."""
+    return b'{"swept_by_execution":%d}\n' % execution_number
+
+
 def decode_document(data: bytes, *, path: str) -> ManifestDocument:
     """Read a manifest's bytes; `path` is its checkpoint, for the errors.
 
     Raises:
+        CheckpointSweptError: it is a tombstone.
         UnknownSchemaError: it is of a schema version that is not known here.
         CheckpointDamagedError: it is no manifest.
     """
+    if swept := _TOMBSTONE.fullmatch(data):
+        raise CheckpointSweptError(path=path, execution=int(swept[1]))
     if len(data) > MAX_MANIFEST_BYTES:
         raise not_a_manifest(path, f"more than {MAX_MANIFEST_BYTES} bytes")
     try:

@@ -33,9 +33,12 @@ from cosmos_ctrl.checkpoints.stores.opening import open_store
 from cosmos_ctrl.core.errors import (
     ArtifactMissingError,
     ArtifactUnexpectedError,
+    CheckpointConflictError,
     CheckpointDamagedError,
+    CheckpointError,
     CheckpointIncompatibleError,
     CheckpointNotFoundError,
+    CheckpointSweptError,
     CheckpointUncommittedError,
 )
 from cosmos_ctrl.core.resume import ControllerResumeMetadata, require_count
@@ -225,7 +228,10 @@ def publish_from_receipts(checkpoint: Store | Path, manifest: CheckpointManifest
     stored.check_closed_set(_entries(checkpoint, path), sizes, path=path)
     checkpoint.sync_names(manifest.artifacts)
     # The store makes the checkpoint's own name durable, then the manifest, then the manifest's name.
-    checkpoint.put_if_absent(MANIFEST_NAME, data)
+    try:
+        checkpoint.put_if_absent(MANIFEST_NAME, data)
+    except CheckpointConflictError as error:
+        raise _conflict(checkpoint, path, error) from error
     return digests.digest_bytes(data)
 
 
@@ -233,6 +239,7 @@ def parse_manifest(data: bytes, *, path: str) -> CheckpointManifest:
     """The manifest that `data` is, of the checkpoint found at `path`.
 
     Raises:
+        CheckpointSweptError: it is a tombstone.
         UnknownSchemaError: it is of a schema version that is not known here.
         UnsafeNameError: it names an artifact that is no safe name.
         CheckpointDamagedError: it is no manifest.
@@ -256,7 +263,7 @@ def read_manifest(checkpoint: Store | Path, path: str | None = None) -> tuple[Ch
 
     Raises:
         CheckpointNotFoundError: there is nothing.
-        CheckpointUncommittedError: there is something, without a manifest.
+        CheckpointUncommittedError: there is something, without a manifest; CheckpointSweptError, if it was swept.
         UnknownSchemaError, UnsafeNameError, CheckpointDamagedError: there is something else.
         StorageUnavailableError: it could not be read.
     """
@@ -283,6 +290,17 @@ def _entries(checkpoint: Store, path: str) -> tuple[Entry, ...]:
     if not (entries := checkpoint.scan("")):
         raise CheckpointNotFoundError(path=path)
     return entries
+
+
+def _conflict(store: Store, path: str, error: CheckpointConflictError) -> CheckpointConflictError:
+    """The conflict, said in words where what has the name is a tombstone."""
+    try:
+        parse_manifest(store.read(MANIFEST_NAME, limit=MAX_MANIFEST_BYTES) or b"", path=path)
+    except CheckpointSweptError as swept:
+        return CheckpointConflictError(path=error.path, what=str(swept))
+    except CheckpointError:
+        pass
+    return error
 
 
 def _require_readable(data: bytes, manifest: CheckpointManifest) -> None:

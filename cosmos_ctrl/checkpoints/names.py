@@ -5,16 +5,22 @@
 * A set of names has no two that one file system takes for the same: no duplicates, none that differ only in case, and
   none that is both a file and a directory.
 * ``manifest.json`` and temporary names belong to this package.
+* A save's directory says which execution, step and checkpoint it is for; any other name is somebody else's.
 """
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from cosmos_ctrl.core.errors import UnsafeNameError
 
 MANIFEST_NAME = "manifest.json"
+
+#: Where a run's checkpoints lie, a directory each.
+CHECKPOINTS = "checkpoints"
 
 #: Begins the name of every temporary file; what is left of one after a kill is no artifact.
 TEMPORARY_PREFIX = ".cosmos-ctrl-tmp-"
@@ -25,6 +31,28 @@ MAX_PART_BYTES = 240
 
 #: Controls, format characters (zero-width, direction overrides), surrogates, unassigned, line and paragraph separators.
 _REFUSED_CATEGORIES = {"Cc", "Cf", "Cs", "Cn", "Zl", "Zp"}
+
+
+#: What a controller calls the directory of a save.
+_SAVE = re.compile(r"e([0-9]{4,20})-s([0-9]{8,20})-([0-9a-f]{8})")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveName:
+    """What the name of a save's directory says."""
+
+    execution: int
+    """Execution number."""
+    steps: int
+    """Completed training steps."""
+    id_prefix: str
+    """The first characters of the checkpoint's ID."""
+
+
+def parse_save_name(name: str) -> SaveName | None:
+    """What a directory's name says of its save; None for a name that no controller gives."""
+    match = _SAVE.fullmatch(name)
+    return SaveName(int(match[1]), int(match[2]), match[3]) if match else None
 
 
 def check_store_name(name: str, *, path: str) -> str:

@@ -280,6 +280,34 @@ class CheckpointUncommittedError(CheckpointError):
 
 
 @dataclass(kw_only=True, eq=False)
+class CheckpointSweptError(CheckpointUncommittedError):
+    """The save was never committed, and its leftovers were swept."""
+
+    reason: ClassVar[str] = "CHECKPOINT_SWEPT"
+    execution: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: was never committed and was swept by execution {self.execution}; nothing can be published there any more. "
+            "Choose a committed checkpoint."
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class CheckpointDeletingError(CheckpointError):
+    """Retention has begun to delete it."""
+
+    reason: ClassVar[str] = "CHECKPOINT_DELETING"
+    intent: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: is being deleted ({self.intent} says so), and at any moment it may be gone. Choose another one; or, once no "
+            f"earlier controller and no gc of this run is alive, remove {self.intent} and start again."
+        )
+
+
+@dataclass(kw_only=True, eq=False)
 class CheckpointDamagedError(CheckpointError):
     """Something committed is not what it was."""
 

@@ -209,6 +209,7 @@ _VERDICTS: dict[str, checkpoint_pb2.Verdict.ValueType] = {
     "damaged": checkpoint_pb2.VERDICT_DAMAGED,
     "incompatible": checkpoint_pb2.VERDICT_INCOMPATIBLE,
     "unreadable": checkpoint_pb2.VERDICT_UNREADABLE,
+    "deleting": checkpoint_pb2.VERDICT_DELETING,
 }
 
 

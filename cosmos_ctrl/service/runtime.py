@@ -2,6 +2,8 @@
 
 * The core is touched from the event loop only; disk work runs in a thread, one publication at a time.
 * After every change, who waits in a line is served until nobody there can be given anything.
+* Retention has its turn after a publication, in a thread of its own that no save waits for; what it cannot delete is logged, and tried
+  again after the next one.
 * An execution that has failed begins no publication. Before one, and again after the manifest is visible and before anyone
   is told, the claims are read: a superseded controller acknowledges nothing, and ends.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +22,7 @@ from cosmos_ctrl.checkpoints.claims import is_superseded
 from cosmos_ctrl.checkpoints.damage import record_damage
 from cosmos_ctrl.checkpoints.document import Parent
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, publish_from_receipts
+from cosmos_ctrl.checkpoints.retention import KEEP_ALL, Decision, RetentionPolicy, Round, retain
 from cosmos_ctrl.checkpoints.stores import VISIBLE_NOT_DURABLE, Store
 from cosmos_ctrl.checkpoints.window import write_record
 from cosmos_ctrl.core.commands import Save
@@ -34,6 +38,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STALL_S = 1.0
+_RETENTION_S = 10.0
+"""How long deleting may go on once the execution is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,8 @@ class RunInfo:
     on_corrupt: Any
     max_record_bytes: int
     """Largest record of a window."""
+    retention: RetentionPolicy = KEEP_ALL
+    """Which checkpoints are kept."""
 
 
 class Superseded(Exception):
@@ -73,6 +81,10 @@ class Runtime:
         self.damage_recorded = False
         self._publishing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._retaining: asyncio.Task[None] | None = None
+        self._retention_due = False
+        self._all_swept = False
+        self._leaving = threading.Event()
 
     @property
     def waiting(self) -> int:
@@ -130,6 +142,10 @@ class Runtime:
         """Wait for what was started."""
         while self._tasks:
             await asyncio.gather(*self._tasks)
+        if self._retaining is not None:
+            await asyncio.wait([self._retaining], timeout=_RETENTION_S)
+            self._leaving.set()
+            await self._retaining
 
     async def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Publish):
@@ -167,6 +183,50 @@ class Runtime:
         else:
             _log.info("checkpoint of step %d is committed: %s (%s)", save.steps, save.path, digest)
             self.controller.publication_succeeded(save, digest)
+            self._begin_retention(self.store)
+
+    def _begin_retention(self, store: Store) -> None:
+        if self._all_swept:
+            return
+        self._retention_due = True
+        if self._retaining is None or self._retaining.done():
+            self._retaining = asyncio.create_task(self._retain(store))
+
+    async def _retain(self, store: Store) -> None:
+        """Rounds of retention, as long as publications have made one due."""
+        while self._retention_due and not self._leaving.is_set():
+            self._retention_due = False
+            try:
+                done = await asyncio.to_thread(self._retain_blocking, store, asyncio.get_running_loop())
+            except Exception as error:
+                # Whatever it is, the run goes on without.
+                _log.warning(
+                    "retention could not look at the run: %s", error, exc_info=not isinstance(error, ControlError)
+                )
+                continue
+            for failure in done.failures:
+                _log.warning("%s is not deleted, and tried again after the next save: %s", failure.path, failure.why)
+            # What dead executions left does not grow again, and with everything kept there is nothing else to look for.
+            self._all_swept = self.info.retention == KEEP_ALL and not done.failures
+            if done.superseded:
+                _log.warning("retention stopped: a newer execution has claimed this run")
+
+    def _retain_blocking(self, store: Store, loop: asyncio.AbstractEventLoop) -> Round:
+        def note(decision: Decision) -> None:
+            loop.call_soon_threadsafe(self._note_deletion, decision)
+
+        return retain(
+            store,
+            self.info.retention,
+            number=self.controller.identity.number,
+            may_go_on=lambda: not self._leaving.is_set(),
+            on_deleted=note,
+        )
+
+    def _note_deletion(self, decision: Decision) -> None:
+        event = "retired" if decision.action == "retire" else "swept"
+        _log.info("%s %s: %s", event, decision.holding.path, decision.why)
+        self.controller.lifecycle.record(event, path=decision.holding.path, why=decision.why)
 
     async def _record_window(self, store: Store, save: Save) -> dict[str, Artifact]:
         if save.window is None:

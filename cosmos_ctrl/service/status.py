@@ -43,6 +43,8 @@ CODES: dict[type[ControlError], grpc.StatusCode] = {
     errors.MessageTooLargeError: _Code.RESOURCE_EXHAUSTED,
     errors.CheckpointNotFoundError: _Code.NOT_FOUND,
     errors.CheckpointUncommittedError: _Code.NOT_FOUND,
+    errors.CheckpointSweptError: _Code.NOT_FOUND,
+    errors.CheckpointDeletingError: _Code.FAILED_PRECONDITION,
     errors.CheckpointDamagedError: _Code.DATA_LOSS,
     errors.ArtifactMissingError: _Code.DATA_LOSS,
     errors.ArtifactUnexpectedError: _Code.DATA_LOSS,

@@ -63,6 +63,8 @@ class _VerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """Committed, and of another dataset, topology or setting."""
     VERDICT_UNREADABLE: _Verdict.ValueType  # 6
     """Could not be read (I/O error, permission): not the same as damaged."""
+    VERDICT_DELETING: _Verdict.ValueType  # 7
+    """Committed, and retention has begun to delete it: at any moment it may be gone."""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper):
     """Whether a candidate was chosen, and if not, why."""
@@ -81,6 +83,8 @@ VERDICT_INCOMPATIBLE: Verdict.ValueType  # 5
 """Committed, and of another dataset, topology or setting."""
 VERDICT_UNREADABLE: Verdict.ValueType  # 6
 """Could not be read (I/O error, permission): not the same as damaged."""
+VERDICT_DELETING: Verdict.ValueType  # 7
+"""Committed, and retention has begun to delete it: at any moment it may be gone."""
 Global___Verdict: typing_extensions.TypeAlias = Verdict
 
 @typing.final

@@ -95,6 +95,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """FAILED_PRECONDITION. The call does not fit the worker's role or the command's state. A bug: raise."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 28
     """INTERNAL. Metadata carries an incident number; the trace is in the controller's log."""
+    ERROR_REASON_CHECKPOINT_SWEPT: _ErrorReason.ValueType  # 29
+    """NOT_FOUND. The save was never committed, and retention swept its leftovers. Choose a committed one."""
+    ERROR_REASON_CHECKPOINT_DELETING: _ErrorReason.ValueType  # 30
+    """FAILED_PRECONDITION. Retention has begun to delete the checkpoint; metadata names the record that says so. Choose another one."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Reasons in ErrorInfo, as strings without the prefix. The code and the client's part are in each comment."""
@@ -157,6 +161,10 @@ ERROR_REASON_NOT_ALLOWED: ErrorReason.ValueType  # 27
 """FAILED_PRECONDITION. The call does not fit the worker's role or the command's state. A bug: raise."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 28
 """INTERNAL. Metadata carries an incident number; the trace is in the controller's log."""
+ERROR_REASON_CHECKPOINT_SWEPT: ErrorReason.ValueType  # 29
+"""NOT_FOUND. The save was never committed, and retention swept its leftovers. Choose a committed one."""
+ERROR_REASON_CHECKPOINT_DELETING: ErrorReason.ValueType  # 30
+"""FAILED_PRECONDITION. Retention has begun to delete the checkpoint; metadata names the record that says so. Choose another one."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 class _Phase:

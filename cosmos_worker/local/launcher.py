@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from pydantic import ValidationError
 
 from cosmos_ctrl.config import Config, ConfigurationError, load_config, problems_of
 from cosmos_ctrl.exits import ExitCode
+from cosmos_ctrl.journal import JournalTail, journal_path
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_worker.errors import EXIT_STALE
 from cosmos_worker.grpo.config import GrpoSettings
@@ -120,6 +122,7 @@ class Launcher:
         signalled = 0
         trainers_gone: float | None = None
         named: frozenset[int] = frozenset()
+        deletions = JournalTail(journal_path(self._launch.run, execution.number), ("retired", "swept"))
         while execution.controller.exit_code is None:
             if execution.crash_due.is_set() and self._crash(execution):
                 return None
@@ -134,9 +137,16 @@ class Launcher:
             workers = execution.workers()
             named = self._name_workers(execution, workers, named)
             self._view.show(state, workers, _processes(execution, workers))
+            self._show_deletions(deletions)
             self._wake.wait(_LOOK_S)
             self._wake.clear()
+        self._show_deletions(deletions)
         return self._after(execution)
+
+    def _show_deletions(self, journal: JournalTail) -> None:
+        with contextlib.suppress(OSError):  # only to be looked at
+            for event in journal.take():
+                self._view.event(f"{event['event']} {event['path']}: {event['why']}")
 
     def _after(self, execution: Execution) -> int | None:
         code = execution.controller.exit_code
@@ -275,7 +285,7 @@ def _check_prompts(prompts: Path, settings: GrpoSettings) -> None:
 
 def _remove_run(run: Path) -> None:
     """Remove what runs write there, and nothing else that may lie in the directory."""
-    for name in ("executions", "checkpoints", "damaged", "weights", "logs"):
+    for name in ("executions", "checkpoints", "damaged", "deleting", "weights", "logs"):
         if (run / name).is_dir():
             shutil.rmtree(run / name)
     for name in ("report.json", "report.png"):

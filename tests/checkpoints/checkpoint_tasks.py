@@ -10,13 +10,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import checkpoint_helpers as helpers
 import crash_tasks
 
-from cosmos_ctrl.checkpoints import claims, damage, discovery
+from cosmos_ctrl.checkpoints import claims, damage, discovery, retention
 from cosmos_ctrl.checkpoints.manifest import publish_from_receipts
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.core.errors import ControlError
@@ -29,6 +30,10 @@ TASKS: dict[str, Callable[[Path], Any]] = {
     "claim": lambda directory: claims.claim_execution(LocalStore(directory), execution_id="mine", note={"pid": 1}),
     "record": lambda directory: damage.record_damage(LocalStore(directory), "checkpoints/a", "rank0.pt", "flipped"),
     "delete": lambda directory: LocalStore(directory).delete("manifest.json"),
+    "retain": lambda directory: asdict(retention.retain(LocalStore(directory), retention.RetentionPolicy(keep_last=1))),
+    "pin": lambda directory: claims.pin_resume(
+        LocalStore(directory), 1, execution_id="mine", checkpoint="checkpoints/a"
+    ),
 }
 assert not TASKS.keys() & crash_tasks.TASKS.keys()
 TASKS |= crash_tasks.TASKS
@@ -84,6 +89,7 @@ def main() -> None:
             ("discover", run),
             ("claim", run),
             ("record", run),
+            ("retain", run),
         ):
             warmed = outcome(task, where)
             assert "ok" in warmed, warmed

@@ -157,7 +157,7 @@ def test_g1_g4_a_run_in_a_bucket_is_killed_and_resumed(s3: Moto, tmp_path: Path)
     first_of_second = next(found.manifest for found in list_checkpoints(run) if found.manifest.order == (2, todo[0]))
     assert first_of_second.parent
     assert first_of_second.parent.manifest_digest == newest.manifest_digest
-    assert run.list("executions") == ("00000001.json", "00000002.json")
+    assert run.list("executions") == tuple(f"0000000{n}{what}.json" for n in (1, 2) for what in ("", ".resumed"))
     assert run.list("") == ("checkpoints/", "executions/")
     # Only the journals are here.
     here = sorted(path.relative_to(tmp_path) for path in (tmp_path / "runs").rglob("*") if path.is_file())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 from google.protobuf import duration_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cosmos_ctrl.checkpoints import discovery
 from cosmos_ctrl.core.commands import DisposedRows, End, Save, Train
 from cosmos_ctrl.core.controller import GroupPayloads
 from cosmos_ctrl.core.errors import MalformedError
@@ -403,3 +405,9 @@ def test_rewards_that_are_no_number_cross_as_they_are():
 def test_a_state_that_is_not_json_may_be_anything():
     value = metadata_from_message(message(sampler_state=checkpoint_pb2.SamplerState(data=b"\xff", codec="bytes")))
     assert value.encoded_state == EncodedState(b"\xff", "bytes")
+
+
+def test_every_verdict_of_discovery_is_one_of_the_wire():
+    assert set(messages._VERDICTS) == set(get_args(discovery.Verdict))
+    sent = set(messages._VERDICTS.values()) | {checkpoint_pb2.VERDICT_UNSPECIFIED}
+    assert sent == set(checkpoint_pb2.Verdict.values())

@@ -99,14 +99,28 @@ class Store(Protocol):
             StorageUnavailableError: it could not be looked at.
         """
 
+    def kind(self, name: str) -> EntryKind | None:
+        """What `name` itself is: no link is followed. None when it is absent.
+
+        Raises:
+            StorageUnavailableError: it could not be looked at.
+        """
+
     def delete(self, name: str) -> bool:
-        """Remove `name`, durably.
+        """Remove `name`, a file, a link or an empty directory, durably. Object stores have no directories: one is absent.
 
         Returns:
             False when it was absent. Of two that remove it at once, both may be told True.
 
         Raises:
-            StorageUnavailableError: it could not be removed.
+            StorageUnavailableError: it could not be removed, or the directory is not empty.
+        """
+
+    def sync(self, prefix: str) -> None:
+        """Make the names that are visible in `prefix` durable: whoever put one may have died before that.
+
+        Raises:
+            StorageUnavailableError: it is absent, or could not be made durable.
         """
 
     def sync_names(self, names: Iterable[str]) -> None:

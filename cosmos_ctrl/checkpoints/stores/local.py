@@ -171,15 +171,16 @@ class LocalStore:
                 try:
                     entries = os.scandir(directory)
                 except FileNotFoundError:
-                    if not below:
-                        return ()
-                    raise
+                    continue  # absent, or by now
                 with entries:
                     for entry in entries:
                         if entry.name.startswith(names.TEMPORARY_PREFIX):
                             continue
                         name = f"{below}/{entry.name}" if below else entry.name
-                        status = entry.stat(follow_symlinks=False)
+                        try:
+                            status = entry.stat(follow_symlinks=False)
+                        except FileNotFoundError:
+                            continue
                         kind = kind_of(status.st_mode)
                         found.append(Entry(name, kind, status.st_size if kind == "file" else 0))
                         if kind == "directory":
@@ -196,12 +197,25 @@ class LocalStore:
                 return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
+    def kind(self, name: str) -> EntryKind | None:
+        """See `Store.kind`."""
+        path = self.path_of(name)
+        with storage_errors(path, "stat"):
+            try:
+                return kind_of(path.lstat().st_mode)
+            except FileNotFoundError:
+                return None
+
     def delete(self, name: str) -> bool:
-        """See `Store.delete`."""
+        """See `Store.delete`. A directory's temporary files go with it."""
         path = self.path_of(names.check_store_name(name, path=self.uri))
         with storage_errors(path, "unlink"):
             try:
-                path.unlink()
+                status = path.lstat()
+                if stat.S_ISDIR(status.st_mode):
+                    _remove_directory(path)
+                else:
+                    path.unlink()
             except FileNotFoundError:
                 if not path.parent.exists():
                     return False
@@ -209,8 +223,18 @@ class LocalStore:
             else:
                 removed = True
         # Also when it was absent: whoever removed it may have died before this.
-        durable.fsync_directory(path.parent)
+        try:
+            durable.fsync_directory(path.parent)
+        except StorageUnavailableError:
+            with storage_errors(path, "stat"):
+                if path.parent.exists():
+                    raise
+            # Somebody else removed the directory meanwhile, and answers for that.
         return removed
+
+    def sync(self, prefix: str) -> None:
+        """See `Store.sync`."""
+        durable.fsync_directory(self.path_of(prefix))
 
     def sync_names(self, names: Iterable[str]) -> None:
         """See `Store.sync_names`: every directory they lie in, the deepest first, then the root."""
@@ -260,6 +284,14 @@ def _read_up_to(descriptor: int, count: int) -> bytes:
         blocks.append(block)
         count -= len(block)
     return b"".join(blocks)
+
+
+def _remove_directory(path: Path) -> None:
+    with os.scandir(path) as entries:
+        temporary = [Path(entry.path) for entry in entries if entry.name.startswith(names.TEMPORARY_PREFIX)]
+    for left in temporary:
+        left.unlink(missing_ok=True)
+    path.rmdir()
 
 
 def kind_of(mode: int) -> EntryKind:

@@ -28,7 +28,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from cosmos_ctrl.checkpoints import names
 from cosmos_ctrl.checkpoints.digests import digest_bytes
 from cosmos_ctrl.checkpoints.names import parents_of
-from cosmos_ctrl.checkpoints.stores import VISIBLE_NOT_DURABLE, Entry
+from cosmos_ctrl.checkpoints.stores import VISIBLE_NOT_DURABLE, Entry, EntryKind
 from cosmos_ctrl.checkpoints.stores.opening import ObjectLocation
 from cosmos_ctrl.core.errors import (
     CheckpointConflictError,
@@ -223,6 +223,12 @@ class ObjectStore:
         found = self._find("head", name, lambda: obstore.head(self._client, key))
         return None if found is None else found["size"]
 
+    def kind(self, name: str) -> EntryKind | None:
+        """See `Store.kind`. A directory is what has something below it."""
+        if self.head(name) is not None:
+            return "file"
+        return "directory" if self.list(name) else None
+
     def delete(self, name: str) -> bool:
         """See `Store.delete`."""
         key = self._key(name)
@@ -231,6 +237,11 @@ class ObjectStore:
             return False
         self._find("delete", name, lambda: obstore.delete(self._client, key))
         return True
+
+    def sync(self, prefix: str) -> None:
+        """See `Store.sync`. What is visible is durable."""
+        if prefix and not self.list(prefix):
+            raise StorageUnavailableError(path=self.location(prefix), operation="sync", cause="there is nothing")
 
     def sync_names(self, names: Iterable[str]) -> None:
         """See `Store.sync_names`. An object is durable with its name once its put is answered."""
