@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "checkpoints"))
-from checkpoint_helpers import CONTENT, commit, write
+from checkpoint_helpers import CONTENT, commit, resealed, write
 
 from cosmos_ctrl.checkpoints import imports
 from cosmos_ctrl.checkpoints.claims import claim_execution, pin_resume
@@ -207,9 +207,7 @@ FLAWS: dict[str, tuple[Any, dict[str, str]]] = {
     ),
     "torn manifest": (lambda d: (d / "manifest.json").write_bytes(b"{"), {"artifact": "manifest.json"}),
     "unsafe name": (
-        lambda d: (d / "manifest.json").write_bytes(
-            (d / "manifest.json").read_bytes().replace(b'"rank0.pt"', b'"../x.pt"')
-        ),
+        lambda d: resealed(d / "manifest.json", b'"rank0.pt"', b'"../x.pt"'),
         {"artifact": "manifest.json", "expected": "safe names"},
     ),
 }

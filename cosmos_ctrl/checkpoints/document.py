@@ -1,5 +1,6 @@
 """The manifest as a JSON document, schema version 1: which fields there are, and of which types.
 
+* It ends with the digest of all that stands before it: a flipped bit in a count is *damage*, not another place to resume from.
 * Every field is required, none is unknown, none is coerced: ``true`` is not a count, ``1.0`` is not ``1``.
 * The version is read before anything else, so a later schema is *unknown*, not *damaged*.
 * A *tombstone* holds the manifest's name where a save was swept: it is told apart before anything else, and never is a manifest.
@@ -186,12 +187,30 @@ class ManifestDocument(_Strict):
 
 
 def encode_document(document: ManifestDocument) -> bytes:
-    """The manifest's bytes: canonical JSON and a newline.
+    """The manifest's bytes: canonical JSON, sealed, and a newline.
 
     Raises:
         TypeError: a text has a lone surrogate.
     """
-    return canonical.canonical_text(document.model_dump(), "manifest").encode() + b"\n"
+    return sealed(canonical.canonical_text(document.model_dump(), "manifest").encode() + b"\n")
+
+
+def sealed(body: bytes) -> bytes:
+    """A JSON object and a newline, with the digest of just that as its last field, ``self_digest``."""
+    return body.removesuffix(b"}\n") + _seal(digests.digest_bytes(body))
+
+
+def _seal(digest: str) -> bytes:
+    return b',"self_digest":"%b"}\n' % digest.encode()
+
+
+def _check_seal(data: bytes, stated: Any, path: str) -> None:
+    seal = _seal(str(stated))
+    if not data.endswith(seal):
+        raise not_a_manifest(path, "no self_digest at its end")
+    found = digests.digest_bytes(data.removesuffix(seal) + b"}\n")
+    if found != stated:
+        raise CheckpointDamagedError(path=path, artifact=MANIFEST_NAME, what="digest", expected=stated, found=found)
 
 
 def tombstone(execution_number: int) -> bytes:
@@ -220,6 +239,7 @@ def decode_document(data: bytes, *, path: str) -> ManifestDocument:
         raise not_a_manifest(path, "no schema_version")
     if version != SCHEMA_VERSION:
         raise UnknownSchemaError(path=path, found=str(version))
+    _check_seal(data, value.pop("self_digest", None), path)
     try:
         return ManifestDocument.model_validate(value)
     except ValidationError as error:

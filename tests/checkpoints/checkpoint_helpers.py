@@ -15,7 +15,7 @@ import pytest
 
 from cosmos_ctrl.checkpoints.artifacts import Artifact
 from cosmos_ctrl.checkpoints.digests import digest_bytes
-from cosmos_ctrl.checkpoints.document import Parent
+from cosmos_ctrl.checkpoints.document import Parent, sealed
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, publish_from_receipts
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
 
@@ -83,6 +83,13 @@ def commit(run: Path, name: str, step: int = 3, number: int = 1, **kwargs: Any) 
         directory, manifest_of(step, number, checkpoint_id=kwargs.pop("checkpoint_id", name), **kwargs)
     )
     return directory
+
+
+def resealed(manifest: Path, old: bytes, new: bytes) -> None:
+    """Change a manifest on the disk, and its own digest with it."""
+    body = manifest.read_bytes().rpartition(b',"self_digest"')[0] + b"}\n"
+    assert old in body
+    manifest.write_bytes(sealed(body.replace(old, new)))
 
 
 class Zygote:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_helpers import COMPATIBILITY, commit, manifest_of, publish, write
+from checkpoint_helpers import COMPATIBILITY, commit, manifest_of, publish, resealed, write
 
 from cosmos_ctrl.checkpoints import digests
 from cosmos_ctrl.checkpoints.adapter import ManifestAdapter
@@ -95,9 +95,7 @@ DAMAGE = {
     "torn manifest": (lambda d: (d / "manifest.json").write_bytes(b'{"schema_version":1,'), CheckpointDamagedError),
     "empty manifest": (lambda d: (d / "manifest.json").write_bytes(b""), CheckpointDamagedError),
     "unsafe name": (
-        lambda d: (d / "manifest.json").write_bytes(
-            (d / "manifest.json").read_bytes().replace(b'"rank0.pt"', b'"../x.pt"')
-        ),
+        lambda d: resealed(d / "manifest.json", b'"rank0.pt"', b'"../x.pt"'),
         UnsafeNameError,
     ),
     "recorded": (

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosmos_ctrl.checkpoints.artifacts import Artifact
-from cosmos_ctrl.checkpoints.document import MAX_NOTE_BYTES, Parent
+from cosmos_ctrl.checkpoints.digests import digest_bytes
+from cosmos_ctrl.checkpoints.document import MAX_NOTE_BYTES, Parent, sealed
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, located, parse_manifest
 from cosmos_ctrl.core.errors import (
     CheckpointDamagedError,
@@ -171,6 +172,9 @@ def _changed(**changes: Any) -> bytes:
             del inner[last]
         else:
             inner[last] = value
+    if "self_digest" not in changes:
+        del document["self_digest"]
+        return sealed(json.dumps(document).encode() + b"\n")
     return json.dumps(document).encode()
 
 
@@ -211,6 +215,10 @@ GOOD = manifest_of().to_bytes()
         (_changed(execution_number=-1), "execution_number"),
         (_changed(schema_version=True), "no schema_version"),
         (_changed(application_note="1"), "object"),
+        (_changed(self_digest=_changed), "no self_digest at its end"),
+        (_changed(self_digest=1), "no self_digest at its end"),
+        (GOOD.removesuffix(b"\n"), "no self_digest at its end"),
+        (GOOD + b"\n", "no self_digest at its end"),
     ],
 )
 def test_what_is_no_manifest_is_damaged(data: bytes, found: str) -> None:
@@ -218,6 +226,16 @@ def test_what_is_no_manifest_is_damaged(data: bytes, found: str) -> None:
         parse_manifest(data, path="c")
     assert found in caught.value.found
     assert caught.value.artifact == "manifest.json"
+
+
+def test_a_manifest_knows_its_own_digest() -> None:
+    body, separator, seal = GOOD.rpartition(b',"self_digest":"')
+    right = digest_bytes(body + b"}\n")
+    assert seal == right.encode() + b'"}\n'
+    wrong = digest_bytes(b"")
+    with pytest.raises(CheckpointDamagedError) as caught:
+        parse_manifest(body + separator + wrong.encode() + b'"}\n', path="c")
+    assert (caught.value.what, caught.value.expected, caught.value.found) == ("digest", wrong, right)
 
 
 def test_an_unknown_schema_is_unknown_whatever_else_is_in_it() -> None:
