@@ -84,7 +84,7 @@ class Agreement:
                     expected=checkpoint.manifest_digest,
                     found=digest,
                 )
-            files = open_artifacts(files_of, manifest, self._connection.place.prefix, path=path)
+            files = open_artifacts(files_of, manifest, self._connection.place, path=path)
         except _DAMAGE as error:
             self._tell_damage(error)
             raise

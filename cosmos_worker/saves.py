@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from cosmos_ctrl.checkpoints.digests import DEFAULT_ALGORITHM
 from cosmos_ctrl.checkpoints.stores import Store
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.v1 import checkpoint_pb2
@@ -47,6 +48,8 @@ class SavePlace:
     rank: int
     execution_id: str
     leader: bool
+    digest: str = DEFAULT_ALGORITHM
+    """Algorithm that the artifacts are hashed with."""
 
 
 Report = Callable[[pb.ReportShardsRequest], pb.ReportShardsResponse]
@@ -60,7 +63,7 @@ class Save:
         self, command: SaveWork, place: SavePlace, report: Report, *, calls: SystemCalls | None = None
     ) -> None:
         self.command = command
-        self._shards = shards_in(place.store, f"{command.path}/{place.prefix}", calls=calls)
+        self._shards = shards_in(place.store, f"{command.path}/{place.prefix}", algorithm=place.digest, calls=calls)
         self.directory = place.store.root / command.path if isinstance(place.store, LocalStore) else None
         """The checkpoint's directory, on this machine; None in an object store."""
         self.rank_directory = self.directory / place.prefix if self.directory else None

@@ -67,6 +67,9 @@ class ClientConfig:
     """Completions whose reports may be unacknowledged."""
     batch_bytes: int = 4 * MIB
     """Bytes of reports that are sent without waiting for the batch before."""
+    digest: Literal["sha256", "blake3"] = "sha256"
+    """Of what a trainer saves. blake3 is the faster one where the CPU has no instructions for sha256; it needs the extra of that name,
+    wherever a checkpoint is saved, loaded or verified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

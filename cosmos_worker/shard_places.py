@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from cosmos_ctrl.checkpoints.digests import DEFAULT_ALGORITHM
 from cosmos_ctrl.checkpoints.stores import Store
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_worker.object_shards import UploadingFile
@@ -39,27 +40,30 @@ class ShardPlace(Protocol):
         """Make the names of closed files durable."""
 
 
-def shards_in(run: Store, prefix: str, *, calls: SystemCalls | None = None) -> ShardPlace:
+def shards_in(
+    run: Store, prefix: str, *, algorithm: str = DEFAULT_ALGORITHM, calls: SystemCalls | None = None
+) -> ShardPlace:
     """The place below `prefix` in the run's store.
 
     Args:
         run: the run's store.
         prefix: the rank's folder, with its slash.
+        algorithm: of the digests.
         calls: the system calls of files on a file system.
     """
     if isinstance(run, LocalStore):
-        return _Folder(run.root, run.root / prefix, calls or SystemCalls())
-    return _ObjectPrefix(cast("ObjectStore", run.within(prefix.rstrip("/"))))
+        return _Folder(run.root, run.root / prefix, algorithm, calls or SystemCalls())
+    return _ObjectPrefix(cast("ObjectStore", run.within(prefix.rstrip("/"))), algorithm)
 
 
 class _Folder:
-    def __init__(self, top: Path, directory: Path, calls: SystemCalls) -> None:
-        self._top, self._directory, self._calls = top, directory, calls
+    def __init__(self, top: Path, directory: Path, algorithm: str, calls: SystemCalls) -> None:
+        self._top, self._directory, self._algorithm, self._calls = top, directory, algorithm, calls
 
     def create(self, name: str) -> ShardFile:
         path = self._directory / name
         make_directories(path.parent, top=self._top)
-        return HashingFile(path, calls=self._calls)
+        return HashingFile(path, algorithm=self._algorithm, calls=self._calls)
 
     def sync_names(self, names: Iterable[str]) -> None:
         parents = {(self._directory / name).parent for name in names}
@@ -67,11 +71,11 @@ class _Folder:
 
 
 class _ObjectPrefix:
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+    def __init__(self, store: ObjectStore, algorithm: str) -> None:
+        self._store, self._algorithm = store, algorithm
 
     def create(self, name: str) -> ShardFile:
-        return UploadingFile(self._store, name)
+        return UploadingFile(self._store, name, algorithm=self._algorithm)
 
     def sync_names(self, names: Iterable[str]) -> None:
         self._store.sync_names(names)

@@ -262,6 +262,7 @@ class Trainer:
             rank=connection.place.rank,
             execution_id=connection.execution_id,
             leader=self._connection.leader,
+            digest=connection.config.digest,
         )
         return Save(command, place, self._calls.report_shards)
 

@@ -35,6 +35,7 @@ from cosmos_worker import object_shards
 from cosmos_worker.artifacts import open_artifacts
 from cosmos_worker.errors import UsageError
 from cosmos_worker.object_shards import UploadingFile
+from cosmos_worker.settings import WorkerPlace
 from cosmos_worker.shards import HashingFile
 
 MIB = 1 << 20
@@ -42,6 +43,10 @@ DEADLINE_S = 20.0
 
 #: S3 takes no smaller part but the last one.
 PART = 5 * MIB
+
+
+def place(rank: int) -> WorkerPlace:
+    return WorkerPlace(role="trainer", group="policy", rank=rank, world_size=2)
 
 
 @pytest.fixture(autouse=True)
@@ -280,7 +285,7 @@ def test_g4_a_checkpoint_in_a_bucket_is_committed_found_and_loaded(store: Object
         open_checkpoint(store, "checkpoints/none", compatibility=None)
     loaded = CheckpointManifest.load(checkpoint, required_artifacts=CONTENT, compatibility=manifest.compatibility)
     assert loaded.metadata.checkpoint_path == checkpoint.uri
-    with open_artifacts(checkpoint, manifest, "policy-1/", path="c2") as files:
+    with open_artifacts(checkpoint, manifest, place(1), path="c2") as files:
         file = files["state.pt"]
         assert file.read(6) == b"second"
         file.seek(0)
@@ -316,13 +321,13 @@ def test_what_is_not_what_was_committed_is_refused_by_name(store: ObjectStore) -
         with pytest.raises(CheckpointDamagedError, match=r"policy-0/state\.pt"):
             load()
         with pytest.raises(CheckpointDamagedError, match=r"policy-0/state\.pt"):
-            open_artifacts(checkpoint, manifest, "policy-0/", path="c")
-        open_artifacts(checkpoint, manifest, "policy-1/", path="c").close()
+            open_artifacts(checkpoint, manifest, place(0), path="c")
+        open_artifacts(checkpoint, manifest, place(1), path="c").close()
     checkpoint.delete(name)
     with pytest.raises(ArtifactMissingError, match=r"policy-0/state\.pt"):
         load()
     with pytest.raises(ArtifactMissingError, match=r"policy-0/state\.pt"):
-        open_artifacts(checkpoint, manifest, "policy-0/", path="c")
+        open_artifacts(checkpoint, manifest, place(0), path="c")
     checkpoint.put_if_absent(name, data)
     checkpoint.put_if_absent("extra", b"x")
     with pytest.raises(ArtifactUnexpectedError, match="extra"):

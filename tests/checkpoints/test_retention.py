@@ -246,7 +246,7 @@ def test_what_is_not_ours_is_never_touched_and_shown_with_the_reason(tmp_path: P
     (unfinished(run, 1, 6) / "link").symlink_to(tmp_path / "elsewhere")
     (committed(run, 1, 7) / "manifest.json").write_bytes(b"{")
     newer = committed(run, 1, 8) / "manifest.json"
-    newer.write_bytes(newer.read_bytes().replace(b'"schema_version":1}', b'"schema_version":2}'))
+    newer.write_bytes(newer.read_bytes().replace(b'"schema_version":1,"self', b'"schema_version":2,"self'))
     unfinished(run, 3, 10)
     os.mkfifo(unfinished(run, 1, 11) / "pipe")
     before = untouched(tmp_path)
