@@ -241,7 +241,8 @@ def test_fresh_removes_what_runs_wrote_and_nothing_else(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing to do: at step 0, the limit is 0" in done.stdout
     assert not (directory / "checkpoints").exists()
-    assert [path.name for path in (directory / "executions").glob("*.json")] == ["00000001.json"]
+    written = {path.name for path in (directory / "executions").glob("*.json")}
+    assert written == {"00000001.json", "00000001.resumed.json"}
     assert (directory / "notes/mine.txt").exists()
 
 
