@@ -15,7 +15,14 @@ from typing import Any, Literal
 
 from cosmos_ctrl.checkpoints.artifacts import Artifact, verify_artifacts
 from cosmos_ctrl.checkpoints.digests import default_threads
-from cosmos_ctrl.checkpoints.discovery import Found, list_checkpoints, read_committed
+from cosmos_ctrl.checkpoints.discovery import (
+    Candidate,
+    Found,
+    OnCorrupt,
+    explain,
+    list_checkpoints,
+    read_committed,
+)
 from cosmos_ctrl.checkpoints.names import CHECKPOINTS, MANIFEST_NAME, parents_of
 from cosmos_ctrl.checkpoints.retention import Decision, RetentionPolicy, plan
 from cosmos_ctrl.checkpoints.stores import Store
@@ -129,6 +136,37 @@ def list_run(store: Store, policy: RetentionPolicy) -> dict[str, Any]:
         "live_execution": run.live,
         "resumed_from": run.pin.checkpoint if run.pin else None,
         "checkpoints": [asdict(Listed.of(decision)) for decision in plan(run, policy)],
+    }
+
+
+# -- explain
+
+
+def explain_run(store: Store, on_corrupt: OnCorrupt) -> dict[str, Any]:
+    """What an automatic resume would take now, and why nothing else. The run's settings are not compared.
+
+    Raises:
+        StorageUnavailableError: the candidates, or the records of damage, could not even be listed.
+    """
+    found = explain(store, compatibility=None, on_corrupt=on_corrupt)
+    return {
+        "run": store.uri,
+        "chosen": found.chosen.path if found.chosen else None,
+        "failure": str(found.failure) if found.failure else None,
+        "candidates": [_candidate(candidate) for candidate in found.candidates],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    manifest = candidate.manifest
+    return {
+        "path": candidate.path,
+        "verdict": candidate.verdict,
+        "why": candidate.explanation,
+        "execution": manifest.execution_number if manifest else 0,
+        "step": manifest.metadata.completed_training_steps if manifest else None,
+        "checkpoint_id": manifest.checkpoint_id if manifest else "",
+        "manifest_digest": candidate.manifest_digest,
     }
 
 

@@ -1,4 +1,4 @@
-"""``cosmos-ctrl ls``, ``inspect``, ``verify``, ``gc``, ``import``: what an operator types, and what is printed.
+"""``cosmos-ctrl ls``, ``explain``, ``inspect``, ``verify``, ``gc``, ``import``: what an operator types, and what is printed.
 
 Results go to standard output, as a table or, with ``--json``, as one JSON object with stable keys; progress and warnings to standard
 error.
@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from cosmos_ctrl import operations
 from cosmos_ctrl.checkpoints.damage import record_damage
+from cosmos_ctrl.checkpoints.discovery import OnCorrupt
 from cosmos_ctrl.checkpoints.imports import import_checkpoint
 from cosmos_ctrl.checkpoints.retention import Decision, RetentionPolicy, perform, plan
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
@@ -39,6 +40,19 @@ goes by), then the rest.
   unfinished  never committed: a save in progress, or what is left of one
   swept       never committed, and cleared; its name stays taken, so that nobody publishes there late
   foreign     not made by a controller of this run, or unreadable: never touched"""
+
+_EXPLAIN = """\
+Every checkpoint and unfinished save of RUN, as an automatic resume (train.resume = true) looks at them now: which is chosen, and why each
+other one is not. Exits with 1 when nothing may be chosen, though something is there. Settings of the run are not compared: those a controller
+knows (ExplainResume asks it).
+
+  chosen        what is resumed from
+  older         committed, and a newer one is chosen
+  uncommitted   no manifest: passed over
+  damaged       not what was committed, by names, sizes, manifest and records of damage
+  deleting      its deletion has begun
+  incompatible  of a schema that this version does not know
+  unreadable    its storage does not answer: it may be the newest, so nothing else is taken"""
 
 _GC = """\
 Deletes what the policy does not keep, and clears the unfinished saves of executions that are over. Safe while a controller runs: the
@@ -69,6 +83,13 @@ def add_commands(commands: Any) -> None:
     ls = _command(commands, "ls", "the checkpoints of a run, and what becomes of each", _LS, _ls)
     ls.add_argument("run", type=_location, help=_RUN)
     _add_policy(ls)
+
+    explain = _command(commands, "explain", "what an automatic resume takes, and why nothing else", _EXPLAIN, _explain)
+    explain.add_argument("run", type=_location, help=_RUN)
+    explain.add_argument("--config", type=Path, help="TOML file whose checkpoints.on_corrupt counts")
+    explain.add_argument(
+        "--on-corrupt", choices=get_args(OnCorrupt), help="what is done about damage at the newest end"
+    )
 
     inspect = _command(commands, "inspect", "one checkpoint: manifest, artifacts, lineage", None, _inspect)
     inspect.add_argument("checkpoint", type=_location, help="the checkpoint's directory or URI")
@@ -176,6 +197,34 @@ def readable_size(size: int) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{size} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+# -- explain
+
+
+def _explain(options: argparse.Namespace) -> int:
+    store = operations.open_run(options.run)
+    overrides = {"checkpoints": {"on_corrupt": options.on_corrupt}} if options.on_corrupt else {}
+    policy = load_config(options.config, environment=os.environ, overrides=overrides).checkpoints.on_corrupt
+    explained = operations.explain_run(store, policy)
+    if options.json:
+        print(json.dumps(explained, indent=2))
+    else:
+        rows = [
+            (
+                row["path"],
+                str(row["execution"] or "-"),
+                "-" if row["step"] is None else str(row["step"]),
+                row["verdict"],
+                row["why"],
+            )
+            for row in explained["candidates"]
+        ]
+        print_table(("PATH", "EXECUTION", "STEP", "VERDICT", "WHY"), rows)
+        fresh = "a fresh start: nothing was ever committed"
+        refused = f"nothing, and ends: {explained['failure']}"
+        print(f"\nAn automatic resume takes {refused if explained['failure'] else explained['chosen'] or fresh}")
+    return ExitCode.ERROR if explained["failure"] else ExitCode.ENDED
 
 
 # -- inspect

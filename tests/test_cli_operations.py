@@ -20,6 +20,7 @@ from cosmos_ctrl.checkpoints.discovery import discover, explain
 from cosmos_ctrl.checkpoints.document import Parent
 from cosmos_ctrl.checkpoints.intents import put_intent
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, read_manifest
+from cosmos_ctrl.checkpoints.stores import local
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.cli import main
 from cosmos_ctrl.core.errors import ArtifactMissingError, CheckpointDamagedError, StorageUnavailableError
@@ -125,7 +126,7 @@ def test_ls_says_what_a_policy_would_delete(cli: Cli, run: Path) -> None:
     assert states[path_of(1, 2)] == "kept"
 
 
-@pytest.mark.parametrize("command", ["ls", "gc", "verify", "inspect"])
+@pytest.mark.parametrize("command", ["ls", "explain", "gc", "verify", "inspect"])
 def test_what_is_not_there_is_a_clear_error(cli: Cli, tmp_path: Path, command: str) -> None:
     code, out, error = cli(command, tmp_path / "absent")
     assert code == ExitCode.ERROR
@@ -135,6 +136,61 @@ def test_what_is_not_there_is_a_clear_error(cli: Cli, tmp_path: Path, command: s
 
 
 # -- inspect
+
+
+# -- explain
+
+
+def test_explain_names_every_candidate_and_why_it_is_not_the_one(cli: Cli, run: Path) -> None:
+    write(run / path_of(3, 9))
+    explained = cli.json("explain", run)
+    found = explain(LocalStore(run), compatibility=None, on_corrupt="error")
+    assert found.chosen
+    assert (explained["run"], explained["chosen"], explained["failure"]) == (str(run), found.chosen.path, None)
+    assert [(row["path"], row["verdict"], row["why"]) for row in explained["candidates"]] == [
+        (candidate.path, candidate.verdict, candidate.explanation) for candidate in found.candidates
+    ]
+    verdicts = {row["path"]: row["verdict"] for row in explained["candidates"]}
+    assert verdicts[found.chosen.path] == "chosen"
+    assert verdicts[path_of(3, 9)] == "uncommitted"
+    newest = explained["candidates"][0]
+    assert newest.keys() == {"path", "verdict", "why", "execution", "step", "checkpoint_id", "manifest_digest"}
+    assert newest["manifest_digest"] == found.chosen.manifest_digest
+    code, out, _ = cli("explain", run)
+    assert code == 0
+    assert all(row["path"] in out and row["why"] in out for row in explained["candidates"])
+    assert out.splitlines()[-1] == f"An automatic resume takes {found.chosen.path}"
+
+
+def test_explain_exits_with_1_when_nothing_may_be_chosen(cli: Cli, run: Path, tmp_path: Path) -> None:
+    chosen = cli.json("explain", run)["chosen"]
+    (run / chosen / "rank0.pt").unlink()
+    explained = cli.json("explain", run, code=1)
+    assert explained["chosen"] is None
+    assert "rank0.pt" in explained["failure"]
+    code, out, _ = cli("explain", run)
+    assert code == 1
+    assert out.splitlines()[-1] == f"An automatic resume takes nothing, and ends: {explained['failure']}"
+    passed_over = cli.json("explain", run, "--on-corrupt", "previous")
+    assert passed_over["failure"] is None
+    assert passed_over["chosen"] not in (None, chosen)
+    config = tmp_path / "config.toml"
+    config.write_text('[sampling]\nepochs = 1\n[checkpoints]\non_corrupt = "previous"\n')
+    assert cli.json("explain", run, "--config", config) == passed_over
+    assert cli("explain", run, "--config", config, "--on-corrupt", "error")[0] == 1
+
+
+def test_explain_of_a_run_without_checkpoints_says_that_it_starts_fresh(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    code, out, _ = cli("explain", tmp_path / "run")
+    assert code == 0
+    assert out.splitlines()[-1] == "An automatic resume takes a fresh start: nothing was ever committed"
+    assert cli.json("explain", tmp_path / "run") == {
+        "run": str(tmp_path / "run"),
+        "chosen": None,
+        "failure": None,
+        "candidates": [],
+    }
 
 
 def test_inspect_shows_the_manifest_and_the_lineage(cli: Cli, run: Path) -> None:
@@ -247,14 +303,14 @@ def test_what_verify_records_the_next_start_does_not_resume_from(cli: Cli, run: 
 
 
 def test_what_cannot_be_read_is_no_damage(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
+    real = local.open_beneath
 
-    def refuse(path: Any, *arguments: Any, **keywords: Any) -> int:
-        if path == "rank0.pt":
+    def refuse(directory: Path, name: str) -> int:
+        if name == "rank0.pt":
             raise OSError(5, "Input/output error")
-        return real(path, *arguments, **keywords)
+        return real(directory, name)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(local, "open_beneath", refuse)
     code, out, _ = cli("verify", run / path_of(3, 4), "--record")
     assert code == ExitCode.ERROR
     assert "EIO" in out

@@ -111,7 +111,7 @@ def _judge_committed(
             (newer_sound < last, f"one of the newest {last}"),
             (every > 0 and (holding.steps or 0) % every == 0, f"its step is a multiple of {every}"),
         ]
-        why = f"keep_last is {last}, and {newer_sound} newer ones are sound"
+        why = f"keep_last is {last}, newer sound ones: {newer_sound}"
     reasons = [
         (is_newest, "newest"),
         (run.pin is not None and run.pin.checkpoint == holding.path, f"execution {run.live} resumed from it"),
@@ -232,13 +232,14 @@ class _Deleter:
         self._require_live()
         if self.store.kind(path) != "directory":
             return False  # a put would make it anew
-        if not self._is_swept(path):
-            try:
-                self.store.put_if_absent(f"{path}/{MANIFEST_NAME}", tombstone(self.live))
-            except CheckpointConflictError:
-                if not self._is_swept(path):
-                    return False
-            self._require_live()
+        try:
+            self.store.put_if_absent(f"{path}/{MANIFEST_NAME}", tombstone(self.live))
+        except CheckpointConflictError:
+            if not self._is_swept(path):
+                return False
+            # Another execution's, which may have died between making it visible and making it durable.
+            self.store.sync(path)
+        self._require_live()
         self._clear(path)
         return True
 

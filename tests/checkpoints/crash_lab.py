@@ -13,6 +13,8 @@ from crash_recording import Recording, Step, Synced
 from crash_scenarios import SCENARIOS
 from crash_states import Reader, Violation, violations
 
+from cosmos_ctrl.checkpoints.names import TEMPORARY_PREFIX
+
 #: Everything that can touch a file or be told.
 TRACE = ("-s", "100000", "-e", "trace=%file,%desc")
 
@@ -54,7 +56,8 @@ class Lab:
     def reader(self, name: str) -> Reader:
         """The scenario's reader; what it has seen once it knows."""
         if name not in self.readers:
-            self.readers[name] = Reader(self.where / f"read {name}", SCENARIOS[name].see)
+            passes_over = "" if SCENARIOS[name].temporary else TEMPORARY_PREFIX
+            self.readers[name] = Reader(self.where / f"read {name}", SCENARIOS[name].see, passes_over)
         return self.readers[name]
 
     def violation(self, name: str, recording: Recording, steps: list[Step] | None = None) -> Violation | None:

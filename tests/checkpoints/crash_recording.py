@@ -260,6 +260,9 @@ class Recording:
             self._step(Cut(node, 0))
         self._files[result] = _Open(node, path, appends="O_APPEND" in flags)
 
+    def _on_openat2(self, arguments: list[str], result: int) -> None:
+        self._on_openat([*arguments[:2], arguments[2].removeprefix("{flags=")], result)
+
     def _on_close(self, arguments: list[str], _: int) -> None:
         self._files.pop(int(arguments[0]), None)
 

@@ -6,13 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint_helpers import COMPATIBILITY, CONTENT, commit, load
-from crash_tasks import NEW, PUT_DATA, PUT_NAME
+from checkpoint_helpers import COMPATIBILITY, CONTENT, commit, load, write
+from crash_tasks import DEAD, KEPT, NEW, PUT_DATA, PUT_NAME, RETIRED
 
-from cosmos_ctrl.checkpoints.claims import claim_name, newest_claim
-from cosmos_ctrl.checkpoints.discovery import discover
+from cosmos_ctrl.checkpoints.claims import claim_execution, claim_name, newest_claim, pin_resume, read_pin
+from cosmos_ctrl.checkpoints.discovery import discover, list_checkpoints
+from cosmos_ctrl.checkpoints.intents import intended
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
-from cosmos_ctrl.core.errors import CheckpointError, CheckpointNotFoundError, CheckpointUncommittedError
+from cosmos_ctrl.core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointSweptError,
+    CheckpointUncommittedError,
+)
 
 TornError = AssertionError
 """What a reader says of content that is neither absent nor right."""
@@ -29,6 +35,8 @@ class Scenario:
     """What a reader sees, in one word; a refusal is another word."""
     allowed: Callable[[tuple[str, ...]], set[str]]
     """What it may see, by what had been told."""
+    temporary: bool = True
+    """Whether what is left of temporary files is laid out too: with many of them there are too many states, and no listing shows any."""
 
     def see(self, disk: Path) -> str:
         """What a reader sees, refusals included."""
@@ -48,6 +56,23 @@ def _a_run(disk: Path) -> None:
 
 def _an_old_checkpoint(disk: Path) -> None:
     commit(disk / "run", "old", step=1)
+
+
+def _a_run_before_the_newest(disk: Path) -> None:
+    """A committed checkpoint, a save that was left unfinished, and the artifacts of one that the live execution makes."""
+    store = LocalStore(disk / "run")
+    for number in (1, 2):
+        claim_execution(store, execution_id=f"id-{number}", note={})
+    pin_resume(store, 2, execution_id="id-2", checkpoint=None)
+    commit(disk / "run", Path(RETIRED).name, step=1, checkpoint_id=RETIRED[-8:])
+    for path in (KEPT, DEAD):
+        write(disk / "run" / path)
+
+
+def _an_untidy_run(disk: Path) -> None:
+    """The same, and the newest is committed."""
+    _a_run_before_the_newest(disk)
+    commit(disk / "run", Path(KEPT).name, step=2, number=2, checkpoint_id=KEPT[-8:])
 
 
 def _script_reader(disk: Path) -> str:
@@ -88,6 +113,45 @@ def _claims_reader(disk: Path) -> str:
     return str(newest)
 
 
+def _tidied_reader(disk: Path) -> str:
+    """What discovery would choose, now and were the newer ones not there; what is being retired; what is left of the dead save."""
+    store = LocalStore(disk / "run")
+    chosen = discover(store, compatibility=COMPATIBILITY, on_corrupt="error").chosen
+    committed = list_checkpoints(store)
+    for found in committed:
+        load(disk / "run" / found.path)  # also of one that is being deleted: an operator may lift that
+    offered = [found for found in committed if found.path not in intended(store)]
+    if chosen != (offered[0] if offered else None):
+        raise TornError(f"chosen is {chosen}, offered are {offered}")
+    words = [{RETIRED: "retired", KEPT: "kept"}[found.path] for found in offered]
+    if (disk / "run" / RETIRED).exists() and "retired" not in words:
+        if RETIRED not in intended(store):
+            raise TornError(f"{RETIRED} is in pieces, and nothing says that it is being deleted")
+        words.append("retiring")
+    return f"{' '.join(words)}; {_dead(disk)}"
+
+
+def _dead(disk: Path) -> str:
+    directory = disk / "run" / DEAD
+    left = [name for name, data in CONTENT.items() if _is(directory / name, data)]
+    try:
+        load(directory)
+    except CheckpointSweptError:
+        return "being swept" if len(LocalStore(directory).scan("")) > 1 else "swept"
+    except CheckpointUncommittedError:
+        if left != list(CONTENT):
+            raise TornError(f"of {DEAD} only {left} are left, and there is no tombstone") from None
+        return "unfinished"
+    raise TornError(f"{DEAD} is committed")
+
+
+def _pin_reader(disk: Path) -> str:
+    pin = read_pin(LocalStore(disk / "run"), 2)
+    if pin is not None and pin.checkpoint != RETIRED:
+        raise TornError(f"the pin is another: {pin}")
+    return "pinned" if pin else "unpinned"
+
+
 def _put_reader(disk: Path) -> str:
     data = LocalStore(disk / "runs" / "one").read(PUT_NAME, limit=1000)
     if data not in (None, PUT_DATA):
@@ -110,6 +174,18 @@ def _claims_told(told: tuple[str, ...]) -> set[str]:
     return {str(number) for number in range(newest, 9)}
 
 
+def _tidied_told(
+    told: tuple[str, ...], committed: tuple[str, ...] = ("kept retired", "kept retiring", "kept")
+) -> set[str]:
+    committed = committed[-1:] if RETIRED in told else committed
+    dead = ("swept",) if DEAD in told else ("unfinished", "being swept", "swept")
+    return {f"{ids}; {left}" for ids in committed for left in dead}
+
+
+def _published_told(told: tuple[str, ...]) -> set[str]:
+    return _tidied_told(told, (*(() if "kept" in told else ("retired",)), "kept retired", "kept retiring", "kept"))
+
+
 SCENARIOS = {
     scenario.task: scenario
     for scenario in (
@@ -122,5 +198,8 @@ SCENARIOS = {
         Scenario("claim twice", _nothing, _claims_reader, _claims_told),
         Scenario("put", _nothing, _put_reader, _until_told({"nothing", "new"}, {"new"})),
         Scenario("uncommit", _an_old_checkpoint, _run_reader, _until_told({"old", "nothing"}, {"nothing"})),
+        Scenario("tidy", _an_untidy_run, _tidied_reader, _tidied_told, temporary=False),
+        Scenario("publish and tidy", _a_run_before_the_newest, _tidied_reader, _published_told, temporary=False),
+        Scenario("pin a resume", _a_run, _pin_reader, _until_told({"unpinned", "pinned"}, {"pinned"})),
     )
 }

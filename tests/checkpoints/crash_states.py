@@ -134,10 +134,15 @@ class Reader:
 
     scratch: Path
     look: Callable[[Path], str]
+    passes_over: str = ""
+    """Names that begin with this are not laid out, if it is not empty."""
     seen: dict[State, str] = field(default_factory=dict)
 
     def see(self, state: State) -> str:
         """What `look` sees."""
+        if self.passes_over:
+            names = ((path.rpartition("/")[2], path, content) for path, content in state)
+            state = frozenset((path, content) for name, path, content in names if not name.startswith(self.passes_over))
         if state not in self.seen:
             lay_out(dict(state), self.scratch)
             self.seen[state] = self.look(self.scratch)

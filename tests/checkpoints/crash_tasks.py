@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import checkpoint_helpers as helpers
 
-from cosmos_ctrl.checkpoints import claims, durable
+from cosmos_ctrl.checkpoints import claims, durable, retention
 from cosmos_ctrl.checkpoints.manifest import publish_from_receipts
 from cosmos_ctrl.checkpoints.names import MANIFEST_NAME
+from cosmos_ctrl.checkpoints.retention import Decision, RetentionPolicy
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_worker.commands import SaveWork
@@ -24,6 +26,9 @@ from cosmos_worker.shards import SystemCalls
 
 #: The committed checkpoint that some tasks find, and the one that they make.
 OLD, NEW = "checkpoints/old", "checkpoints/new"
+#: In a run that is tidied up: what is to go, what is to stay, and what a dead execution left unfinished.
+RETIRED, KEPT = "checkpoints/e0001-s00000001-0000000a", "checkpoints/e0002-s00000002-0000000b"
+DEAD = "checkpoints/e0001-s00000003-0000000c"
 PUT_NAME, PUT_DATA = "deep/er/record.json", b"all of the record\n"
 
 _answer = -1
@@ -153,6 +158,35 @@ def uncommit(disk: Path) -> bool:
     return LocalStore(disk / "run").delete(f"{OLD}/{MANIFEST_NAME}")
 
 
+def tidy(disk: Path) -> dict[str, Any]:
+    """One checkpoint is retired, one unfinished save swept; each is told once it is gone."""
+
+    def gone(decision: Decision) -> None:
+        tell(decision.holding.path)
+
+    return asdict(retention.retain(LocalStore(disk / "run"), RetentionPolicy(keep_last=1), on_deleted=gone))
+
+
+def next_tidies(disk: Path) -> dict[str, Any]:
+    """The execution after goes on with it."""
+    store = LocalStore(disk / "run")
+    number = claims.claim_execution(store, execution_id="id-3", note={})
+    claims.pin_resume(store, number, execution_id="id-3", checkpoint=KEPT)
+    return tidy(disk)
+
+
+def publish_and_tidy(disk: Path) -> dict[str, Any]:
+    """What is to be kept is only committed now."""
+    publish_from_receipts(disk / "run" / KEPT, helpers.manifest_of(2, 2, checkpoint_id=KEPT[-8:]))
+    tell("kept")
+    return tidy(disk)
+
+
+def pin(disk: Path) -> None:
+    """An execution says what it resumes from."""
+    claims.pin_resume(LocalStore(disk / "run"), 2, execution_id="id-2", checkpoint=RETIRED)
+
+
 TASKS: dict[str, Callable[[Path], Any]] = {
     "script": script,
     "script again": script_again,
@@ -165,6 +199,10 @@ TASKS: dict[str, Callable[[Path], Any]] = {
     "claim twice": claim_twice,
     "put": put,
     "uncommit": uncommit,
+    "tidy": tidy,
+    "the next tidies": next_tidies,
+    "publish and tidy": publish_and_tidy,
+    "pin a resume": pin,
 }
 
 
@@ -173,6 +211,8 @@ def warm_up(scratch: Path) -> None:
     (scratch / "run").mkdir()
     whole_save(scratch)
     claim_twice(scratch)
+    pin(scratch)
+    tidy(scratch)
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -207,6 +247,28 @@ def _worker_with(fsync: Callable[[int], None]) -> None:
     _worker_calls = SystemCalls(fsync=fsync)
 
 
+def _artifacts_first(deleter: Any, path: str, kept: Any) -> None:
+    del kept
+    retention.put_intent(deleter.store, path)
+    deleter._clear(path)
+    for name in (f"{path}/{MANIFEST_NAME}", path, retention.intent_name(path)):
+        deleter.store.delete(name)
+
+
+def _without_a_tombstone(deleter: Any, path: str) -> bool:
+    deleter._clear(path)
+    return True
+
+
+def _delete_not_durably(store: LocalStore, name: str) -> bool:
+    path = store.path_of(name)
+    if path.is_dir():
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
+    return True
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     "files are not fsynced": lambda: setattr(durable, "fsync_file", _nothing),
     "directories are not fsynced": lambda: setattr(durable, "fsync_directory", _nothing),
@@ -216,4 +278,9 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "written in place": lambda: setattr(LocalStore, "put_if_absent", _in_place),
     "the worker fsyncs no file": lambda: _worker_with(_fsync_of("directory")),
     "the worker fsyncs no directory": lambda: _worker_with(_fsync_of("file")),
+    "deletions are not fsynced": lambda: setattr(LocalStore, "delete", _delete_not_durably),
+    "artifacts go before the manifest": lambda: setattr(retention._Deleter, "retire", _artifacts_first),
+    "there is no intent": lambda: setattr(retention, "put_intent", _nothing),
+    "there is no tombstone": lambda: setattr(retention._Deleter, "sweep", _without_a_tombstone),
+    "what is found is not made durable": lambda: setattr(LocalStore, "sync", _nothing),
 }

@@ -31,7 +31,7 @@ MEMORY = {
     "exit_group",
     "getrandom",
 }
-READING = ("openat", "read", "lseek", "newfstatat", "fstat", "getdents64")
+READING = ("openat", "openat2", "read", "lseek", "newfstatat", "fstat", "getdents64")
 FAILING = (*READING, "write", "fsync", "close", "link", "mkdir", "unlink")
 
 

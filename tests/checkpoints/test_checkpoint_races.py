@@ -19,7 +19,7 @@ from cosmos_ctrl.checkpoints.claims import claim_execution, is_superseded, newes
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.core.errors import CheckpointConflictError
 
-PROCESSES, ROUNDS = 6, 40
+PROCESSES, ROUNDS = 6, 200
 
 
 def race(root: Path, task: str, rounds: int, how: str) -> Any:

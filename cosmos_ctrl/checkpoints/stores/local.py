@@ -14,7 +14,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,9 +23,9 @@ from cosmos_ctrl.checkpoints.digests import digest_bytes
 from cosmos_ctrl.checkpoints.durable import storage_errors
 from cosmos_ctrl.checkpoints.names import parents_of
 from cosmos_ctrl.checkpoints.stores import VISIBLE_NOT_DURABLE, Entry, EntryKind
+from cosmos_ctrl.checkpoints.stores.beneath import open_beneath
 from cosmos_ctrl.core.errors import CheckpointConflictError, CheckpointDamagedError, StorageUnavailableError
 
-_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A FIFO would block an open without O_NONBLOCK; a link could lead anywhere.
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -116,24 +116,17 @@ class LocalStore:
         return data
 
     def open(self, name: str) -> BinaryIO | None:
-        """See `Store.open`. Opened part by part, so a name cannot lead out of the root even when a directory is swapped meanwhile."""
+        """See `Store.open`. A name cannot lead out of the root, even when a directory is swapped meanwhile."""
         path = self.path_of(names.check_store_name(name, path=self.uri))
-        *parents, last = name.split("/")
-        with storage_errors(path, "open"), ExitStack() as stack:
+        with storage_errors(path, "open"):
             try:
-                # The root itself may be reached through a link; nothing below it may.
-                at = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                stack.callback(os.close, at)
-                for parent in parents:
-                    at = os.open(parent, _DIRECTORY_FLAGS, dir_fd=at)
-                    stack.callback(os.close, at)
-                descriptor = os.open(last, _FILE_FLAGS, dir_fd=at)
+                descriptor = open_beneath(self.root, name)
             except FileNotFoundError:
                 return None
             except OSError as error:
-                # ELOOP: the file is a link. ENOTDIR: a directory is one, or is none. ENXIO: a socket.
+                # ELOOP: there is a link. ENOTDIR: a directory is none. ENXIO: a socket.
                 if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-                    raise self._not_regular(name, durable.describe(error)) from error
+                    raise self._not_regular(name, self._obstacle(name) or durable.describe(error)) from error
                 raise
             kind = kind_of(os.fstat(descriptor).st_mode)
             if kind != "file":
@@ -266,6 +259,15 @@ class LocalStore:
         if existing != data:
             what = f"{digest_bytes(existing)} is there, {digest_bytes(data)} was to be published"
             raise CheckpointConflictError(path=str(target), what=what)
+
+    def _obstacle(self, name: str) -> str:
+        """The first thing on the way to `name` that is of another kind, for people; empty when there is none by now."""
+        for part in (*parents_of(name), name):
+            with suppress(OSError):
+                kind = kind_of((self.root / part).lstat().st_mode)
+                if kind != ("file" if part == name else "directory"):
+                    return kind if part == name else f"{kind} {part}"
+        return ""
 
     def _not_regular(self, name: str, found: str) -> CheckpointDamagedError:
         return CheckpointDamagedError(path=self.uri, artifact=name, what="kind", expected="a regular file", found=found)

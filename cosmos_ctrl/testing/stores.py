@@ -1,12 +1,5 @@
-"""For authors of stores: a check that a store keeps the contract which checkpoints rely on.
-
-    from cosmos_ctrl.testing import check_store
-
-    def test_my_store(tmp_path):
-        check_store(lambda: MyStore(tmp_path))
-
-It needs no test framework and looks at nothing but what `Store` says. What it cannot provoke from outside (a lost reply, a full disk, a
-power loss) it does not check.
+"""The contract of stores, from outside: nothing but what `Store` says. What cannot be provoked so (a lost reply, a full disk, a power
+loss) is not checked.
 """
 
 from __future__ import annotations
@@ -24,26 +17,15 @@ from cosmos_ctrl.checkpoints.stores.opening import probe_conditional_puts
 from cosmos_ctrl.core.errors import (
     CheckpointConflictError,
     CheckpointDamagedError,
-    ControlError,
     StorageUnavailableError,
     UnsafeNameError,
 )
-
-__all__ = ["StoreContractError", "check_store"]
+from cosmos_ctrl.testing.expectations import Expectations, StoreContractError, short
 
 _UNSAFE = ("..", "../x", "a/../b", "/x", "a//b", "a/", "a\\b", "a\0b", "e\u0301")
 
 #: Each is one name to a store, and comes out of a listing as it went in.
 _ODD = ("with space", "100%", "a%20b", "a+b", "a#b", "a?b=c&d", "ü", "日本", "'quote'", "a:b", "~a", ".hidden", "A")
-
-
-class StoreContractError(AssertionError):
-    """A store does not keep the contract. Names every rule that it breaks."""
-
-    def __init__(self, uri: str, broken: list[str]) -> None:
-        self.uri, self.broken = uri, tuple(broken)
-        rules = "\n".join(f"  {rule}" for rule in broken)
-        super().__init__(f"the store {uri} breaks {len(broken)} rules of the contract:\n{rules}")
 
 
 def check_store(open_store: Callable[[], Store], *, writers: int = 6, rounds: int = 20, listed: int = 1100) -> None:
@@ -74,7 +56,7 @@ def check_store(open_store: Callable[[], Store], *, writers: int = 6, rounds: in
         _inner_stores,
         _races,
     ):
-        expect = _Expectations(check.__name__.strip("_").replace("_", " "), broken)
+        expect = Expectations(check.__name__.strip("_").replace("_", " "), broken)
         try:
             check(open_store, expect, _Sizes(writers, rounds, listed))
         except Exception as error:
@@ -90,36 +72,7 @@ class _Sizes:
     listed: int
 
 
-class _Expectations:
-    """Collects what is not as it should be."""
-
-    def __init__(self, rule: str, broken: list[str]) -> None:
-        self._rule, self._broken = rule, broken
-
-    def broke(self, what: str) -> None:
-        self._broken.append(f"{self._rule}: {what}")
-
-    def equal(self, what: str, found: object, expected: object) -> None:
-        if found != expected or type(found) is not type(expected):
-            self.broke(f"{what} gave {_short(found)}, expected {_short(expected)}")
-
-    def raises(self, error: type[ControlError], what: str, call: Callable[[], object]) -> None:
-        try:
-            found = call()
-        except error:
-            return
-        except Exception as other:
-            self.broke(f"{what} raised {type(other).__name__} ({other}), expected {error.__name__}")
-        else:
-            self.broke(f"{what} gave {_short(found)}, expected {error.__name__}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
-
-
-def _absence(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Sizes) -> None:
+def _absence(open_store: Callable[[], Store], expect: Expectations, _sizes: _Sizes) -> None:
     store = open_store()
     expect.equal("list('') of an empty store", store.list(""), ())
     expect.equal("scan('') of an empty store", store.scan(""), ())
@@ -135,7 +88,7 @@ def _absence(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Si
     expect.equal("list('') after looking at absent names", store.list(""), ())
 
 
-def _one_put(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Sizes) -> None:
+def _one_put(open_store: Callable[[], Store], expect: Expectations, _sizes: _Sizes) -> None:
     store, other = open_store(), open_store()
     expect.equal("the first put", store.put_if_absent("put/a", b"one"), True)
     expect.equal("another object's read right after it", other.read("put/a", limit=3), b"one")
@@ -148,7 +101,7 @@ def _one_put(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Si
     probe_conditional_puts(store)
 
 
-def _contents(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Sizes) -> None:
+def _contents(open_store: Callable[[], Store], expect: Expectations, _sizes: _Sizes) -> None:
     store = open_store()
     for name, data in (("empty", b""), ("bytes", bytes(range(256))), ("large", os.urandom(3 << 20))):
         store.put_if_absent(f"content/{name}", data)
@@ -158,7 +111,7 @@ def _contents(open_store: Callable[[], Store], expect: _Expectations, _sizes: _S
     expect.equal("head of a directory", store.head("content"), None)
 
 
-def _unsafe_names(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Sizes) -> None:
+def _unsafe_names(open_store: Callable[[], Store], expect: Expectations, _sizes: _Sizes) -> None:
     store = open_store()
     for name in _UNSAFE:
         expect.raises(UnsafeNameError, f"put_if_absent({name!r})", partial(store.put_if_absent, name, b""))
@@ -169,7 +122,7 @@ def _unsafe_names(open_store: Callable[[], Store], expect: _Expectations, _sizes
     expect.raises(UnsafeNameError, "delete('')", partial(store.delete, ""))
 
 
-def _odd_names(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Sizes) -> None:
+def _odd_names(open_store: Callable[[], Store], expect: Expectations, _sizes: _Sizes) -> None:
     store = open_store()
     long = "/".join(["n" * MAX_PART_BYTES, "ü" * (MAX_PART_BYTES // 2), "end"])
     for name in (*_ODD, long):
@@ -181,7 +134,7 @@ def _odd_names(open_store: Callable[[], Store], expect: _Expectations, _sizes: _
     expect.equal("list of odd names", store.list("odd"), tuple(sorted((*_ODD, long.partition("/")[0] + "/"))))
 
 
-def _limits(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Sizes) -> None:
+def _limits(open_store: Callable[[], Store], expect: Expectations, _sizes: _Sizes) -> None:
     store = open_store()
     store.put_if_absent("limit", b"12345")
     expect.equal("read with the exact limit", store.read("limit", limit=5), b"12345")
@@ -190,7 +143,7 @@ def _limits(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Siz
         expect.raises(CheckpointDamagedError, f"read beyond the limit {limit}", read)
 
 
-def _listings(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Sizes) -> None:
+def _listings(open_store: Callable[[], Store], expect: Expectations, _sizes: _Sizes) -> None:
     store = open_store()
     for name in ("b", "a/x", "a/deep/er/y", "ab/z", "a.b/z"):
         store.put_if_absent(f"listing/{name}", name.encode())
@@ -203,7 +156,7 @@ def _listings(open_store: Callable[[], Store], expect: _Expectations, _sizes: _S
     expect.equal("files of a scan", files, (Entry("deep/er/y", "file", 11), Entry("x", "file", 3)))
     directories = {entry.name for entry in entries if entry.kind == "directory"}
     if directories not in (set(), {"deep", "deep/er"}):
-        expect.broke(f"a scan shows the directories {_short(directories)}, expected all that there are, or none")
+        expect.broke(f"a scan shows the directories {short(directories)}, expected all that there are, or none")
     expect.equal("scan in order", entries, tuple(sorted(entries, key=lambda entry: entry.name)))
     for name, kind in (("listing", "directory"), ("listing/a", "directory"), ("listing/b", "file")):
         expect.equal(f"kind({name!r})", store.kind(name), kind)
@@ -211,7 +164,7 @@ def _listings(open_store: Callable[[], Store], expect: _Expectations, _sizes: _S
     store.sync_names(["listing/b", "listing/a/deep/er/y"])
 
 
-def _long_listing(open_store: Callable[[], Store], expect: _Expectations, sizes: _Sizes) -> None:
+def _long_listing(open_store: Callable[[], Store], expect: Expectations, sizes: _Sizes) -> None:
     store = open_store()
     names = [f"{number:05d}/x" for number in range(sizes.listed)]
     with ThreadPoolExecutor(sizes.writers) as pool:
@@ -222,7 +175,7 @@ def _long_listing(open_store: Callable[[], Store], expect: _Expectations, sizes:
         expect.broke(f"a long scan has {len(found)} files, expected {len(names)}, in order")
 
 
-def _temporary_names(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Sizes) -> None:
+def _temporary_names(open_store: Callable[[], Store], expect: Expectations, _sizes: _Sizes) -> None:
     store = open_store()
     hidden = f"{TEMPORARY_PREFIX}left"
     for name in ("seen", hidden, f"deep/{hidden}", "deep/seen"):
@@ -233,7 +186,7 @@ def _temporary_names(open_store: Callable[[], Store], expect: _Expectations, _si
     expect.equal("read of a temporary name", store.read(f"temporary/{hidden}", limit=1), b"x")
 
 
-def _deletion(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Sizes) -> None:
+def _deletion(open_store: Callable[[], Store], expect: Expectations, _sizes: _Sizes) -> None:
     store, other = open_store(), open_store()
     store.put_if_absent("deletion/a", b"one")
     store.put_if_absent("deletion/ab", b"other")
@@ -244,7 +197,7 @@ def _deletion(open_store: Callable[[], Store], expect: _Expectations, _sizes: _S
     expect.equal("a put of other content after a delete", store.put_if_absent("deletion/a", b"two"), True)
 
 
-def _opened_files(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Sizes) -> None:
+def _opened_files(open_store: Callable[[], Store], expect: Expectations, _sizes: _Sizes) -> None:
     store = open_store()
     data = os.urandom(100_000)
     store.put_if_absent("open/a", data)
@@ -274,7 +227,7 @@ def _opened_files(open_store: Callable[[], Store], expect: _Expectations, _sizes
         )
 
 
-def _inner_stores(open_store: Callable[[], Store], expect: _Expectations, _sizes: _Sizes) -> None:
+def _inner_stores(open_store: Callable[[], Store], expect: Expectations, _sizes: _Sizes) -> None:
     store = open_store()
     store.put_if_absent("inner/deep/first", b"1")
     inner = store.within("inner").within("deep")
@@ -285,7 +238,7 @@ def _inner_stores(open_store: Callable[[], Store], expect: _Expectations, _sizes
     expect.equal("uri of within('')", store.within("").uri, store.uri)
 
 
-def _races(open_store: Callable[[], Store], expect: _Expectations, sizes: _Sizes) -> None:
+def _races(open_store: Callable[[], Store], expect: Expectations, sizes: _Sizes) -> None:
     stores = [open_store() for _ in range(sizes.writers)]
     barrier = threading.Barrier(sizes.writers)
 
