@@ -64,7 +64,7 @@ def publish(directory: Path, command: SaveWork) -> None:
 
 
 def test_the_manifest_is_a_sound_format() -> None:
-    check_format(Manifests, save=publish, flipped_bits=False)
+    check_format(Manifests, save=publish)
 
 
 class Seeking(OwnFormat):
