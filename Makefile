@@ -1,4 +1,4 @@
-# One command each for people and CI: run, demo, test, bench, lint, typecheck, generate.
+# One command each for people and CI: run, demo, test, bench, chaos, lint, typecheck, generate.
 #
 #   TORCH_INDEX=URL   take torch from that package index (PyTorch's CPU wheels, say) instead of pip's default one
 #   PYTHON=python3.12 create the environment with that interpreter (3.10 or newer)
@@ -11,7 +11,7 @@ ARGS ?=
 
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run demo test bench lint typecheck generate clean
+.PHONY: run demo test bench chaos lint typecheck generate clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/cosmos-ctrl run $(ARGS)
@@ -25,6 +25,9 @@ test: $(VENV)/.test $(STUBS_VENV)/.ready lint typecheck
 bench: $(VENV)/.test
 	$(VENV)/bin/python tests/benchmarks/bench_ledger.py
 	$(VENV)/bin/python tests/benchmarks/bench_reports.py
+
+chaos: $(VENV)/.test
+	$(VENV)/bin/python tests/chaos/run_chaos.py $(ARGS)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .

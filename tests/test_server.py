@@ -268,6 +268,22 @@ def test_a_finished_run_started_again_tells_its_workers(tmp_path, trained):
         assert len(again.manifests()) == 2
 
 
+def test_a_finished_run_started_again_waits_for_its_ranks_however_early_a_rollout_worker_came(tmp_path, trained):
+    with serving(go_on(trained, tmp_path, train={"max_steps": 2})) as again:
+        early = Worker(again, pb.ROLE_ROLLOUT)
+        early.end()
+        # Longer than the server takes to close.
+        with pytest.raises(subprocess.TimeoutExpired):
+            again.process.wait(1.5)
+        ranks = [Worker(again, pb.ROLE_TRAINER, rank, 2) for rank in range(2)]
+        for rank in ranks:
+            rank.confirm()
+            assert rank.next(1).end.reason == pb.END_REASON_STEP_LIMIT
+        for rank in ranks:
+            rank.end()
+        assert again.exit_code() == ExitCode.ENDED
+
+
 def test_resume_switched_off_where_checkpoints_are_held_says_so_loudly(tmp_path, trained):
     with serving(go_on(trained, tmp_path, train={"resume": False})) as fresh:
         assert not fresh.state().HasField("metadata")
