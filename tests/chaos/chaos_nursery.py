@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import TCPStore  # noqa: E402
 
 from cosmos_ctrl import server  # noqa: E402
 from cosmos_ctrl.config import load_config  # noqa: E402
-from cosmos_worker import saves  # noqa: E402
+from cosmos_worker import shard_places  # noqa: E402
 from cosmos_worker.grpo.config import GrpoModelConfig, GrpoSettings  # noqa: E402
 from cosmos_worker.grpo.payload import CODEC, encode_completion  # noqa: E402
 from cosmos_worker.grpo.train import train  # noqa: E402
@@ -99,7 +99,7 @@ def trainer(line: Line, request: Mapping[str, Any]) -> None:
 def _make_directories_after_rank_0() -> None:
     """Which rank makes the directories that they share is a race, and would number the events of a run otherwise than the next one's."""
     name = "make_directories"
-    make = getattr(saves, name)
+    make = getattr(shard_places, name)
 
     def after(directory: Path, *, top: Path) -> None:
         first, patience = directory.with_name("policy-0"), threading.Event()
@@ -110,7 +110,7 @@ def _make_directories_after_rank_0() -> None:
             patience.wait(0.01)
         raise TimeoutError(f"rank 0 did not make {first} in {DEADLINE_S:.0f} s")
 
-    setattr(saves, name, after)
+    setattr(shard_places, name, after)
 
 
 def rollout(line: Line, _: Mapping[str, Any]) -> None:

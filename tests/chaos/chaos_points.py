@@ -24,7 +24,7 @@ from ckpt_chaos import inject
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 #: Random or particular to a process: IDs of checkpoints, temporary names of the store and of weights.
-_RANDOM = re.compile(r"(?<=-s\d{8})-[0-9a-f]{8}$|(?<=tmp-)[0-9a-f]{16}$|\.\d+$")
+_RANDOM = re.compile(r"(?<=-s\d{8})-[0-9a-f]{8}$|(?<=tmp-)[0-9a-f]{16}$|(?<=tmp-probe-)[0-9a-f]{16}$|\.\d+$")
 
 _open: Callable[..., int] = os.open
 _close: Callable[[int], None] = os.close
