@@ -25,6 +25,7 @@ test: $(VENV)/.test $(STUBS_VENV)/.ready lint typecheck
 bench: $(VENV)/.test
 	$(VENV)/bin/python tests/benchmarks/bench_ledger.py
 	$(VENV)/bin/python tests/benchmarks/bench_reports.py
+	$(VENV)/bin/python tests/benchmarks/bench_checkpoints.py
 
 chaos: $(VENV)/.test
 	$(VENV)/bin/python tests/chaos/run_chaos.py $(ARGS)

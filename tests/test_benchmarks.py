@@ -81,3 +81,29 @@ def test_the_reports_benchmark_prints_its_figures(
         *("payload_ratio_to_bare_stream", "workers_1000_p99_ms", "workers_1000_cpu", "workers_1000_rss_mib"),
     }
     assert all(value > 0 for value in figures.values())
+
+
+def test_the_checkpoints_benchmark_prints_its_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    bench = load("bench_checkpoints")
+    for name, small in {
+        "ROUNDS": 1,
+        "SHARD_BYTES": 4 << 20,
+        "LARGE_BYTES": 8 << 20,
+        "LARGE_ARTIFACTS": 4,
+        "PUBLICATIONS": 2,
+        "DISCOVERED": 5,
+        "DISCOVERED_ARTIFACTS": 3,
+    }.items():
+        assert hasattr(bench, name)
+        monkeypatch.setattr(bench, name, small)
+    bench.main([str(tmp_path)])
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures.keys() >= {
+        *("save_ratio_hash_on_write", "save_ratio_vs_reread", "publish_ms", "publish_ms_100_artifacts"),
+        *("verify_ratio_to_limit", "discover_1000_s"),
+    }
+    assert figures["publish_ms"].keys() == {"1MiB", "4GiB"}
+    assert list(tmp_path.iterdir()) == []

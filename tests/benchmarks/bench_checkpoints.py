@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from cosmos_ctrl.checkpoints import digests
 from cosmos_ctrl.checkpoints.artifacts import Artifact
@@ -62,9 +62,9 @@ class Rank:
     """A process that saves its shard when it is told."""
 
     def __init__(self, number: int) -> None:
-        self._pipe, theirs = multiprocessing.get_context("spawn").Pipe()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_rank, args=(theirs, number), daemon=True)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_rank, args=(theirs, number, SHARD_BYTES), daemon=True)
         self._process.start()
         assert self._pipe.recv() == "ready"
 
@@ -83,12 +83,12 @@ class Rank:
         self._process.join()
 
 
-def _rank(pipe: Any, number: int) -> None:
+def _rank(pipe: Any, number: int, shard_bytes: int) -> None:
     import torch  # only the ranks need it
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(number)
-    size = SHARD_BYTES // TENSORS // 4
+    size = shard_bytes // TENSORS // 4
     state = {f"layer{index}": torch.randn(size, generator=generator) for index in range(TENSORS)}
     name = f"rank{number}.pt"
     pipe.send("ready")
@@ -145,7 +145,7 @@ def save(ranks: list[Rank], directory: Path, how: str) -> float:
     written = [rank.answer() for rank in ranks]
     if how == "plain":
         # One coordinator reads again what all have written.
-        written = [(name, size, hash_file(directory / name)[0]) for name, size, _ in written]
+        written = [(name, size, digest_of(directory / name)) for name, size, _ in written]
     if how != "unhashed":
         publish_from_receipts(
             directory, manifest_of({name: Artifact(size, digest, 0) for name, size, digest in written})
@@ -153,6 +153,12 @@ def save(ranks: list[Rank], directory: Path, how: str) -> float:
     took = time.perf_counter() - began
     shutil.rmtree(directory)
     return took
+
+
+def digest_of(path: Path) -> str:
+    """Of a whole file."""
+    with path.open("rb", buffering=0) as file:
+        return hash_file(cast("BinaryIO", file))[0]
 
 
 def saves(top: Path) -> Iterable[dict[str, float]]:
@@ -282,8 +288,8 @@ def medians(rounds: Iterable[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(one[name] for one in all_rounds) for name in all_rounds[0]}
 
 
-def main() -> None:
-    given = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+def main(arguments: list[str]) -> None:
+    given = Path(arguments[0]) if arguments else None
     with tempfile.TemporaryDirectory(dir=given) as folder:
         top, began = Path(folder), time.perf_counter()
         found: dict[str, Any] = medians(saves(top / "saves"))
@@ -315,4 +321,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
