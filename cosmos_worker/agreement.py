@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from cosmos_ctrl.checkpoints.manifest import read_manifest
 from cosmos_ctrl.core.errors import (
+    ArtifactForeignError,
     ArtifactMissingError,
     AwaitingAgreementError,
     CheckpointDamagedError,
@@ -32,7 +35,7 @@ from cosmos_worker.transport import duration_of
 _log = logging.getLogger(__name__)
 
 #: What the controller records as damage. A checkpoint that is not there is rather a run that is mounted elsewhere.
-_DAMAGE = (CheckpointDamagedError, ArtifactMissingError)
+_DAMAGE = (CheckpointDamagedError, ArtifactMissingError, ArtifactForeignError)
 
 
 class Agreement:
@@ -73,8 +76,8 @@ class Agreement:
         if checkpoint is None:
             raise UsageError("the run is fresh: there is nothing to load")
         path = checkpoint.metadata.checkpoint_path
-        try:
-            files_of = resume.store.within(path)
+        files_of = resume.store.within(path)
+        with self._telling_damage():
             manifest, digest = read_manifest(files_of, path)
             if checkpoint.manifest_digest and digest != checkpoint.manifest_digest:
                 raise CheckpointDamagedError(
@@ -84,10 +87,7 @@ class Agreement:
                     expected=checkpoint.manifest_digest,
                     found=digest,
                 )
-            files = open_artifacts(files_of, manifest, self._connection.place, path=path)
-        except _DAMAGE as error:
-            self._tell_damage(error)
-            raise
+        files = open_artifacts(files_of, manifest, self._connection.place, path=path, telling=self._telling_damage)
         self.close()
         self._loaded, self._files = (manifest.metadata, digest), files
         return files
@@ -151,6 +151,14 @@ class Agreement:
             # The application owns its checkpoints: only it knows what it loaded, and says so by its counters.
             request.metadata.CopyFrom(metadata_to_message(checkpoint.metadata))
         return request
+
+    @contextmanager
+    def _telling_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except _DAMAGE as error:
+            self._tell_damage(error)
+            raise
 
     def _tell_damage(self, error: CheckpointError) -> None:
         name = getattr(error, "artifact", "") or ", ".join(getattr(error, "artifacts", ())) or "manifest.json"

@@ -3,32 +3,42 @@
 * A mapping is handed out only when every artifact of the rank is sound; otherwise everything is closed again. They are verified side by
   side, since hashing releases the interpreter lock.
 * Another rank's artifacts are opened, and verified, when they are asked for: what is saved once for all is somebody's.
-* Damaged and missing are told apart from unreadable: an I/O error says nothing about the content.
+* Damaged, missing and foreign are told apart from unreadable: an I/O error says nothing about the content.
+* What is found to be wrong, in this rank's artifacts or another's, at once or later, is told before it is raised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import BinaryIO
 
-from cosmos_ctrl.checkpoints.artifacts import open_verified
+from cosmos_ctrl.checkpoints.artifacts import Artifact, open_verified
 from cosmos_ctrl.checkpoints.digests import default_threads
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest
 from cosmos_ctrl.checkpoints.stores import Store
 from cosmos_ctrl.core.errors import ArtifactMissingError
 from cosmos_worker.settings import WorkerPlace
+from cosmos_worker.stamps import Stamp
+
+Telling = Callable[[], AbstractContextManager[object]]
+"""A ``with`` statement that tells the controller of the damage that is raised inside, and raises it."""
 
 
 class Artifacts(Mapping[str, BinaryIO]):
     """Open files by the names that this rank saved them under; close it, or leave it to the ``with`` statement."""
 
-    def __init__(self, files: Mapping[str, BinaryIO], of_rank: Callable[[int], Artifacts]) -> None:
-        """`of_rank` opens another rank's."""
-        self._files, self._open_rank = dict(files), of_rank
+    def __init__(
+        self,
+        files: Mapping[str, BinaryIO],
+        of_rank: Callable[[int], Artifacts],
+        check_stamp: Callable[[str, object], None],
+    ) -> None:
+        """`of_rank` opens another rank's; `check_stamp` compares the stamp in an artifact's content."""
+        self._files, self._open_rank, self._check_stamp = dict(files), of_rank, check_stamp
         self._others: dict[int, Artifacts] = {}
 
     def of_rank(self, rank: int) -> Artifacts:
@@ -41,6 +51,18 @@ class Artifacts(Mapping[str, BinaryIO]):
         if rank not in self._others:
             self._others[rank] = self._open_rank(rank)
         return self._others[rank]
+
+    def check_stamp(self, name: str, stamp: object) -> None:
+        """Refuse content that another rank, step or execution wrote, though it lies under this name.
+
+        Args:
+            name: the artifact that `stamp` was read from.
+            stamp: what `SaveWork.stamp` gave when it was saved.
+
+        Raises:
+            ArtifactForeignError: it is not this rank's of this checkpoint. The controller is told, as of damage.
+        """
+        self._check_stamp(name, stamp)
 
     def __getitem__(self, name: str) -> BinaryIO:
         return self._files[name]
@@ -68,7 +90,9 @@ class Artifacts(Mapping[str, BinaryIO]):
         self._others.clear()
 
 
-def open_artifacts(checkpoint: Store, manifest: CheckpointManifest, place: WorkerPlace, *, path: str) -> Artifacts:
+def open_artifacts(
+    checkpoint: Store, manifest: CheckpointManifest, place: WorkerPlace, *, path: str, telling: Telling = nullcontext
+) -> Artifacts:
     """Open and verify the artifacts of the rank at `place`.
 
     Args:
@@ -76,15 +100,45 @@ def open_artifacts(checkpoint: Store, manifest: CheckpointManifest, place: Worke
         manifest: read from it.
         place: whose; its folder's name is left off in the mapping's keys.
         path: the checkpoint, for the errors.
+        telling: around whatever may find damage, now and later.
 
     Raises:
         ArtifactMissingError, CheckpointDamagedError: one is not what was committed, or there is none.
         StorageUnavailableError: one could not be read.
     """
-    prefix = place.prefix
-    wanted = {name: entry for name, entry in manifest.artifacts.items() if name.startswith(prefix)}
-    if not wanted:
+    metadata = manifest.metadata
+    stamp = Stamp(
+        rank=place.rank,
+        execution_number=manifest.execution_number,
+        checkpoint_id=metadata.checkpoint_id,
+        completed_training_steps=metadata.completed_training_steps,
+        completed_optimizer_updates=metadata.completed_optimizer_updates,
+    )
+
+    def of_rank(rank: int) -> Artifacts:
+        other = replace(place, rank=rank)
+        # Asked for in vain, and no damage: a rank may have declared none.
+        _entries_of(manifest, other.prefix, path)
+        return open_artifacts(checkpoint, manifest, other, path=path, telling=telling)
+
+    def check_stamp(name: str, found: object) -> None:
+        with telling():
+            stamp.check(found, path=path, artifact=place.prefix + name)
+
+    with telling():
+        files = _open_verified(checkpoint, manifest, place.prefix, path)
+    return Artifacts(files, of_rank, check_stamp)
+
+
+def _entries_of(manifest: CheckpointManifest, prefix: str, path: str) -> dict[str, Artifact]:
+    entries = {name: entry for name, entry in manifest.artifacts.items() if name.startswith(prefix)}
+    if not entries:
         raise ArtifactMissingError(path=path, artifacts=(f"{prefix}*",))
+    return entries
+
+
+def _open_verified(checkpoint: Store, manifest: CheckpointManifest, prefix: str, path: str) -> dict[str, BinaryIO]:
+    wanted = _entries_of(manifest, prefix, path)
     with ThreadPoolExecutor(min(len(wanted), default_threads()), thread_name_prefix="cosmos-verify") as pool:
         verifying = {
             name: pool.submit(open_verified, checkpoint, name, entry, path=path) for name, entry in wanted.items()
@@ -95,4 +149,4 @@ def open_artifacts(checkpoint: Store, manifest: CheckpointManifest, place: Worke
                 opened.callback(future.result().close)
         files = {name.removeprefix(prefix): future.result() for name, future in verifying.items()}
         opened.pop_all()
-    return Artifacts(files, lambda rank: open_artifacts(checkpoint, manifest, replace(place, rank=rank), path=path))
+    return files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import pytest
 
 from cosmos_ctrl.checkpoints.discovery import list_checkpoints
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
+from cosmos_worker.rollout import SyncRollout
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"^```\w+ (\S+\.\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -158,6 +160,60 @@ def test_a_driver_without_a_server_is_killed_and_resumed(tmp_path: Path) -> None
     counts = Counter(lost) + Counter(again)
     assert len(counts) == 40
     assert min(counts.values()) >= 3
+
+
+def test_the_adapter_of_the_docs_resumes_what_its_own_format_holds(
+    tmp_path: Path, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    files = dict(_BLOCK.findall((ROOT / "docs" / "controller_resume_adapter.md").read_text()))
+    assert files.keys() == {"controller.py", "trainer.py"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    def execute(max_steps: int) -> list[str]:
+        def start(name: str, environment: dict[str, str], *arguments: str) -> subprocess.Popen[bytes]:
+            with (tmp_path / f"{name}-{max_steps}.log").open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, name, *arguments],
+                    cwd=tmp_path,
+                    env={**os.environ, "PYTHONPATH": str(ROOT), "GRPC_VERBOSITY": "ERROR", **environment},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            processes.append(process)
+            return process
+
+        ready = tmp_path / "ready.json"
+        ready.unlink(missing_ok=True)
+        controller = start("controller.py", {}, str(max_steps))
+        deadline = time.monotonic() + 60
+        while not ready.exists():
+            assert time.monotonic() < deadline
+            with pytest.raises(subprocess.TimeoutExpired):
+                controller.wait(0.01)
+        told = json.loads(ready.read_text())
+        place = {"COSMOS_CTRL_ADDRESS": told["address"], "COSMOS_CTRL_EXECUTION_ID": told["execution_id"]}
+        trainer = start("trainer.py", place)
+        with SyncRollout.from_env(environ=place) as rollout:
+            for group in rollout.groups(in_flight=2):
+                rollout.report_group(group, rewards=[1.0] * len(group.pending))
+        said = [tmp_path / f"{name}-{max_steps}.log" for name in ("trainer.py", "controller.py")]
+        for process, log in zip((trainer, controller), said, strict=True):
+            assert process.wait(60) == 0, log.read_text()
+        return said[0].read_text().splitlines()
+
+    first, second = execute(3), execute(6)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "step-2",
+        "step-3",
+        "step-4",
+        "step-6",
+    ]
+    assert not list(tmp_path.rglob("manifest.json"))
+    assert second[0] == "resumed from step 3"
+    trained = Counter(word for line in first + second for word in line.split() if word.startswith("prompt-"))
+    assert len(trained) == 12, "nothing is skipped"
 
 
 def test_links_between_documents_lead_somewhere() -> None:

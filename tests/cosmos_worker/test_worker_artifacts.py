@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,12 @@ from cosmos_ctrl.checkpoints.artifacts import Artifact
 from cosmos_ctrl.checkpoints.digests import digest_bytes
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
-from cosmos_ctrl.core.errors import ArtifactMissingError, CheckpointDamagedError
+from cosmos_ctrl.core.errors import ArtifactForeignError, ArtifactMissingError, CheckpointDamagedError
 from cosmos_ctrl.core.resume import ControllerResumeMetadata
 from cosmos_worker import artifacts as worker_artifacts
 from cosmos_worker import dcp
 from cosmos_worker.artifacts import open_artifacts
+from cosmos_worker.commands import SaveWork
 from cosmos_worker.errors import UsageError
 from cosmos_worker.settings import WorkerPlace
 from cosmos_worker.shards import HashingFile
@@ -125,6 +129,88 @@ def test_one_that_is_not_sound_closes_all(
     # Another rank's damage is found when it is read, by whoever reads it.
     with open_artifacts(LocalStore(two), manifest, place(0), path="c") as files, pytest.raises(error):
         files.of_rank(1)
+
+
+STAMP = {
+    "rank": 1,
+    "execution_number": 0,
+    "checkpoint_id": "c",
+    "completed_training_steps": 1,
+    "completed_optimizer_updates": 1,
+}
+
+
+def test_a_saves_stamp_is_known_again(two: Path) -> None:
+    manifest = manifest_of(two)
+    command = SaveWork(
+        number=9,
+        step=1,
+        updates=1,
+        checkpoint_id="c",
+        path="c",
+        execution_number=0,
+        metadata=manifest.metadata,
+        final=False,
+    )
+    assert command.stamp(1) == STAMP
+    later = replace(command, step=4, updates=7, execution_number=2, checkpoint_id="d")
+    assert later.stamp(0) == {
+        "rank": 0,
+        "execution_number": 2,
+        "checkpoint_id": "d",
+        "completed_training_steps": 4,
+        "completed_optimizer_updates": 7,
+    }
+    # As any format brings it back.
+    loaded = json.loads(json.dumps(command.stamp(1)))
+    with open_artifacts(LocalStore(two), manifest, place(1), path="c") as files:
+        files.check_stamp("part0.pt", loaded)
+    with open_artifacts(LocalStore(two), manifest, place(0), path="c") as files:
+        files.of_rank(1).check_stamp("part0.pt", loaded)
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("rank", STAMP | {"rank": 0}),
+        ("rank", STAMP | {"rank": True}),
+        ("execution_number", STAMP | {"execution_number": 1}),
+        ("checkpoint_id", STAMP | {"checkpoint_id": "d"}),
+        ("completed_training_steps", STAMP | {"completed_training_steps": 2}),
+        ("completed_optimizer_updates", STAMP | {"completed_optimizer_updates": 0}),
+        ("stamp", STAMP | {"world_size": 2}),
+        ("stamp", {"rank": 1}),
+        ("stamp", {}),
+        ("stamp", None),
+        ("stamp", sorted(STAMP)),
+    ],
+)
+def test_a_foreign_stamp_is_refused_by_its_field_and_told_before_it_is_raised(
+    what: str, found: object, two: Path
+) -> None:
+    told: list[BaseException] = []
+
+    @contextmanager
+    def telling() -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            told.append(error)
+            raise
+
+    store, manifest, of_three = LocalStore(two), manifest_of(two), replace(place(1), world_size=3)
+    with open_artifacts(store, manifest, of_three, path="c", telling=telling) as files:
+        with pytest.raises(ArtifactForeignError, match=r"policy-1/part0\.pt") as caught:
+            files.check_stamp("part0.pt", found)
+        assert caught.value.what == what
+        assert told == [caught.value]
+        with pytest.raises(ArtifactMissingError):
+            files.of_rank(2)
+        assert told == [caught.value], "a rank that declared none is no damage"
+        (two / "policy-0/part1.pt").unlink()
+        with pytest.raises(ArtifactMissingError) as missing:
+            files.of_rank(0)
+        assert told == [caught.value, missing.value]
 
 
 # -- torch.distributed.checkpoint
