@@ -21,14 +21,17 @@ from cosmos_ctrl.checkpoints.manifest import CheckpointManifest
 from cosmos_ctrl.checkpoints.stores import Store
 from cosmos_ctrl.core.errors import ArtifactMissingError
 from cosmos_worker.settings import WorkerPlace
+from cosmos_worker.stamps import Stamp
 
 
 class Artifacts(Mapping[str, BinaryIO]):
     """Open files by the names that this rank saved them under; close it, or leave it to the ``with`` statement."""
 
-    def __init__(self, files: Mapping[str, BinaryIO], of_rank: Callable[[int], Artifacts]) -> None:
+    def __init__(self, files: Mapping[str, BinaryIO], stamp: Stamp, of_rank: Callable[[int], Artifacts]) -> None:
         """`of_rank` opens another rank's."""
         self._files, self._open_rank = dict(files), of_rank
+        self.stamp = stamp
+        """What the manifest says that these files are of."""
         self._others: dict[int, Artifacts] = {}
 
     def of_rank(self, rank: int) -> Artifacts:
@@ -95,4 +98,13 @@ def open_artifacts(checkpoint: Store, manifest: CheckpointManifest, place: Worke
                 opened.callback(future.result().close)
         files = {name.removeprefix(prefix): future.result() for name, future in verifying.items()}
         opened.pop_all()
-    return Artifacts(files, lambda rank: open_artifacts(checkpoint, manifest, replace(place, rank=rank), path=path))
+    stamp = Stamp(
+        rank=place.rank,
+        steps=manifest.metadata.completed_training_steps,
+        updates=manifest.metadata.completed_optimizer_updates,
+        execution_id=manifest.execution_id,
+        checkpoint_id=manifest.checkpoint_id,
+    )
+    return Artifacts(
+        files, stamp, lambda rank: open_artifacts(checkpoint, manifest, replace(place, rank=rank), path=path)
+    )

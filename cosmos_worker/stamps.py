@@ -1,0 +1,47 @@
+"""Whose training state something is: of which rank, at which step, for which checkpoint of which execution.
+
+* A rank that saves puts the stamp into its own file (`Save.stamp`); a rank that loads compares it with the manifest's (`Artifacts.stamp`).
+* Values are compared with their types: ``True`` is not 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from cosmos_ctrl.core.resume import require_count
+from cosmos_ctrl.core.state import same_value
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """See the module."""
+
+    rank: int
+    """Within the trainer group."""
+    steps: int
+    """Completed training steps."""
+    updates: int
+    """Completed optimizer updates."""
+    execution_id: str
+    """Of the execution that saved; empty for a checkpoint that a script published."""
+    checkpoint_id: str
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "steps", "updates"):
+            require_count(name, getattr(self, name))
+
+    def values(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return dataclasses.asdict(self)
+
+    def differences(self, found: Any) -> list[str]:
+        """What of `found`, the values of another stamp, is not this one's; in words, empty if nothing."""
+        if not isinstance(found, dict):
+            return [f"it is a {type(found).__name__}, not a dict"]
+        wanted = self.values()
+        return [
+            f"{name}: expected {wanted.get(name, 'nothing')!r}, found {found.get(name, 'nothing')!r}"
+            for name in (*wanted, *sorted(map(str, found.keys() - wanted.keys())))
+            if name not in wanted or name not in found or not same_value(wanted[name], found[name])
+        ]
