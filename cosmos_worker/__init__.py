@@ -1,5 +1,6 @@
 """Worker side of cosmos-ctrl: the two loops that training and rollout processes run.
 
 `cosmos_worker.trainer.Trainer` and `cosmos_worker.rollout.Rollout` are the faces; everything of the wire stays behind them.
-Only a trainer with a process group, and the reference application, import torch.
+Torch is imported by a trainer with a process group or with asynchronous saves, by `cosmos_worker.dcp` and `cosmos_worker.state`, and by the
+reference application; by nothing else.
 """

@@ -75,6 +75,8 @@ class Agreement:
         checkpoint = resume.checkpoint
         if checkpoint is None:
             raise UsageError("the run is fresh: there is nothing to load")
+        if self.agreed:
+            raise UsageError("artifacts come before confirm(): what was restored is agreed on")
         path = checkpoint.metadata.checkpoint_path
         files_of = resume.store.within(path)
         with self._telling_damage():
@@ -104,6 +106,8 @@ class Agreement:
         Returns:
             The execution's end, if it has ended as it should before anything was agreed on.
         """
+        if self.agreed:
+            raise UsageError("what was restored is agreed on: confirm() comes once")
         require_count("steps", steps)
         require_count("updates", updates)
         request = self._confirmation(steps, updates)

@@ -34,11 +34,14 @@ class Artifacts(Mapping[str, BinaryIO]):
     def __init__(
         self,
         files: Mapping[str, BinaryIO],
+        stamp: Stamp,
         of_rank: Callable[[int], Artifacts],
         check_stamp: Callable[[str, object], None],
     ) -> None:
         """`of_rank` opens another rank's; `check_stamp` compares the stamp in an artifact's content."""
         self._files, self._open_rank, self._check_stamp = dict(files), of_rank, check_stamp
+        self.stamp = stamp
+        """What the manifest says that these files are of."""
         self._others: dict[int, Artifacts] = {}
 
     def of_rank(self, rank: int) -> Artifacts:
@@ -57,7 +60,7 @@ class Artifacts(Mapping[str, BinaryIO]):
 
         Args:
             name: the artifact that `stamp` was read from.
-            stamp: what `SaveWork.stamp` gave when it was saved.
+            stamp: the values of `Save.stamp` when it was saved.
 
         Raises:
             ArtifactForeignError: it is not this rank's of this checkpoint. The controller is told, as of damage.
@@ -109,10 +112,10 @@ def open_artifacts(
     metadata = manifest.metadata
     stamp = Stamp(
         rank=place.rank,
-        execution_number=manifest.execution_number,
+        steps=metadata.completed_training_steps,
+        updates=metadata.completed_optimizer_updates,
+        execution_id=manifest.execution_id,
         checkpoint_id=metadata.checkpoint_id,
-        completed_training_steps=metadata.completed_training_steps,
-        completed_optimizer_updates=metadata.completed_optimizer_updates,
     )
 
     def of_rank(rank: int) -> Artifacts:
@@ -127,7 +130,7 @@ def open_artifacts(
 
     with telling():
         files = _open_verified(checkpoint, manifest, place.prefix, path)
-    return Artifacts(files, of_rank, check_stamp)
+    return Artifacts(files, stamp, of_rank, check_stamp)
 
 
 def _entries_of(manifest: CheckpointManifest, prefix: str, path: str) -> dict[str, Artifact]:

@@ -19,7 +19,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -82,6 +82,7 @@ class Connection:
         self._watchdog = Watchdog(self.config.end_grace_s, str(place), exit_process)
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._aside = threading.local()
         # The rest is made when it starts.
         self._loop: asyncio.AbstractEventLoop
         self._stub: ControllerServiceAsyncStub
@@ -112,7 +113,7 @@ class Connection:
         try:
             if self.session:
                 self._check_terminal()
-                await self._guarded(self.reports.flush(flush_s))
+                await self._guarded(self.reports.flush(flush_s), heard=True)
         except Exception as error:
             if not self.finishing:
                 raise
@@ -145,8 +146,17 @@ class Connection:
         if self._thread is None:
             raise UsageError("the worker is not open: use it in a with statement")
         if self._terminal is not None:
-            self._watchdog.stand_down()
+            self._hear()
             raise self._terminal
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Calls of this thread are none of the user's: what ends the connection has yet to come to the main thread."""
+        self._aside.entered = True
+        try:
+            yield
+        finally:
+            self._aside.entered = False
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run `work` on the loop; it ends early with the terminal error if one comes."""
@@ -155,7 +165,7 @@ class Connection:
         except BaseException:
             work.close()
             raise
-        return asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._guarded(work, heard=self._is_heard()), self._loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """`submit`, and wait. The deadline is the work's own."""
@@ -364,15 +374,23 @@ class Connection:
         if self._terminal is not None:
             raise self._terminal
 
-    async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
+    def _is_heard(self) -> bool:
+        return not getattr(self._aside, "entered", False)
+
+    def _hear(self) -> None:
+        if self._is_heard():
+            self._watchdog.stand_down()
+
+    async def _guarded(self, work: Coroutine[Any, Any, T], *, heard: bool) -> T:
         task = asyncio.ensure_future(work)
         ended = asyncio.ensure_future(self._ended.wait())
         try:
             await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and self._terminal is not None:
-                self._watchdog.stand_down()
+                if heard:
+                    self._watchdog.stand_down()
                 raise self._terminal
-            if self._terminal is not None and task.exception() is not None:
+            if self._terminal is not None and task.exception() is not None and heard:
                 self._watchdog.stand_down()
             return task.result()
         finally:

@@ -17,7 +17,6 @@ from cosmos_worker.errors import ProtocolError, UsageError
 from cosmos_worker.payloads import Handle, decode_payload
 from cosmos_worker.report_items import WORD_BITS, words_of
 from cosmos_worker.resuming import metadata_of
-from cosmos_worker.stamps import Stamp
 
 DEFAULT_REASON = "rejected"
 
@@ -109,16 +108,6 @@ class SaveWork:
     """The last one: the end follows."""
     repeat_bound_completions: int = 0
     """W; stored with the metadata by an application that owns its checkpoints."""
-
-    def stamp(self, rank: int) -> dict[str, int | str]:
-        """What `rank` writes into each of its shards, so that `Artifacts.check_stamp` knows them again: plain values."""
-        return Stamp(
-            rank=rank,
-            execution_number=self.execution_number,
-            checkpoint_id=self.checkpoint_id,
-            completed_training_steps=self.step,
-            completed_optimizer_updates=self.updates,
-        ).to_dict()
 
     def payloads(self) -> list[TrainGroup]:
         """Raises UsageError: only a TRAIN command has payloads."""

@@ -47,6 +47,24 @@ class DeadlineError(WorkerError, TimeoutError):
         return type(self), (self.what, self.waited_s, self.cause)
 
 
+class SaveFailedError(WorkerError, RuntimeError):
+    """A save that was finished in the background failed; nothing of it is published. ``__cause__`` is what it met.
+
+    The call that raises this has done nothing, and may be made again: training may go on.
+    """
+
+    def __init__(self, step: int, checkpoint_id: str, why: str) -> None:
+        self.step = step
+        """Completed training steps that were to be saved."""
+        self.checkpoint_id = checkpoint_id
+        self.why = why
+        """What it met, in words."""
+        super().__init__(f"the asynchronous save of step {step} (checkpoint {checkpoint_id}) is abandoned: {why}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.step, self.checkpoint_id, self.why)
+
+
 class AgreementTimeoutError(DeadlineError):
     """Not every trainer rank confirmed in time what it restored."""
 

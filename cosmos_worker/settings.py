@@ -41,6 +41,8 @@ class ClientConfig:
     """Longest wait for the agreement of all trainer ranks."""
     report_s: float = 120.0
     """Longest wait for a report's acknowledgement, or for room in a full window."""
+    save_total_s: float = 1800.0
+    """Longest that an asynchronous save is waited for: by itself, by the next one, and when the trainer leaves."""
     silence_s: float = 10.0
     """A report stream that owes answers and gives none for so long is opened anew."""
     unfinished_total_s: float = 600.0

@@ -1,47 +1,69 @@
-"""What a shard says of itself, inside: whose it is, and of which checkpoint.
+"""Whose training state something is: of which rank, at which step, for which checkpoint of which execution.
 
 A digest proves that a file is the one that was saved under its name. It cannot prove that the application saved the right thing there: a
 rank that writes its sibling's random state under its own name is committed as it is. A stamp in the content can.
+
+* A rank that saves puts the stamp into its own file (`Save.stamp`); a rank that loads compares it with the manifest's (`Artifacts.stamp`).
+* Values are compared with their types: ``True`` is not 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import dataclasses
+from typing import Any
 
 from cosmos_ctrl.core.errors import ArtifactForeignError
+from cosmos_ctrl.core.resume import require_count
 from cosmos_ctrl.core.state import same_value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stamp:
-    """The stamp of one rank's shards in one checkpoint."""
+    """See the module."""
 
     rank: int
     """Within the trainer group."""
-    execution_number: int
+    steps: int
+    """Completed training steps."""
+    updates: int
+    """Completed optimizer updates."""
+    execution_id: str
+    """Of the execution that saved; empty for a checkpoint that a script published."""
     checkpoint_id: str
-    completed_training_steps: int
-    completed_optimizer_updates: int
 
-    def to_dict(self) -> dict[str, int | str]:
-        """Plain values, which any format carries."""
-        return asdict(self)
+    def __post_init__(self) -> None:
+        for name in ("rank", "steps", "updates"):
+            require_count(name, getattr(self, name))
+
+    def values(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return dataclasses.asdict(self)
 
     def check(self, found: object, *, path: str, artifact: str) -> None:
-        """Compare `found`, from a shard's content, with what it should be.
+        """Compare `found`, from an artifact's content, with what it should be.
 
         Raises:
             ArtifactForeignError: it is another rank's, step's or execution's, or no stamp; it names the first field that differs.
         """
-        expected = self.to_dict()
-        if not isinstance(found, Mapping) or found.keys() != expected.keys():
-            what = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        wanted = self.values()
+        if not isinstance(found, dict) or found.keys() != wanted.keys():
+            what = sorted(map(str, found)) if isinstance(found, dict) else type(found).__name__
             raise ArtifactForeignError(
-                path=path, artifact=artifact, what="stamp", expected=str(sorted(expected)), found=str(what)
+                path=path, artifact=artifact, what="stamp", expected=str(sorted(wanted)), found=str(what)
             )
-        for key, value in expected.items():
-            if not same_value(value, found[key]):
+        for name, value in wanted.items():
+            if not same_value(value, found[name]):
                 raise ArtifactForeignError(
-                    path=path, artifact=artifact, what=key, expected=repr(value), found=repr(found[key])
+                    path=path, artifact=artifact, what=name, expected=repr(value), found=repr(found[name])
                 )
+
+    def differences(self, found: Any) -> list[str]:
+        """What of `found`, the values of another stamp, is not this one's; in words, empty if nothing."""
+        if not isinstance(found, dict):
+            return [f"it is a {type(found).__name__}, not a dict"]
+        wanted = self.values()
+        return [
+            f"{name}: expected {wanted.get(name, 'nothing')!r}, found {found.get(name, 'nothing')!r}"
+            for name in (*wanted, *sorted(map(str, found.keys() - wanted.keys())))
+            if name not in wanted or name not in found or not same_value(wanted[name], found[name])
+        ]

@@ -3,6 +3,7 @@
 * The order is enforced: resume, restore, confirm, then commands one by one; a TRAIN command is completed, and a SAVE begun,
   before the next is asked for. A call out of order is `UsageError`, and changes nothing.
 * A command is complete for the user when the controller has acknowledged it.
+* A save may go on in the background, one at a time. That it failed is raised by the user's next call, before it does anything.
 * Every wait has a deadline; a rank whose execution is over hears of it in its next call, or is ended by the client's thread.
 """
 
@@ -21,6 +22,7 @@ from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_ctrl.v1 import reports_pb2
 from cosmos_worker.agreement import Agreement
 from cosmos_worker.artifacts import Artifacts
+from cosmos_worker.background import Background
 from cosmos_worker.client import Connection
 from cosmos_worker.commands import EndReason, Named, SaveWork, TrainGroup, TrainWork, Work, dispositions, work_of
 from cosmos_worker.errors import DeadlineError, UsageError
@@ -59,9 +61,12 @@ class Trainer:
         self._connection = Connection(endpoint, place, config=config, **connection)
         self._calls = TrainingCalls(self._connection)
         self._agreement = Agreement(self._connection, self._artifacts, run_directory)
+        self._background = Background(self._connection)
         self._number = 0
         """Of the last command received."""
         self._open: Work | None = None
+        self._save: Save | None = None
+        """The last one begun."""
         self._end: EndReason | None = None
 
     @classmethod
@@ -151,7 +156,7 @@ class Trainer:
         records that, and ends) before the error is raised.
 
         Raises:
-            UsageError: the run is fresh.
+            UsageError: the run is fresh, or `confirm` was called.
             CheckpointDamagedError, ArtifactMissingError: the checkpoint is not what was committed.
             StorageUnavailableError: it could not be read.
         """
@@ -165,7 +170,7 @@ class Trainer:
             updates: completed optimizer updates, as found there; 0 when fresh.
 
         Raises:
-            UsageError: `resume` was not called, or there is a checkpoint and `artifacts` was not called.
+            UsageError: `resume` was not called, or there is a checkpoint and `artifacts` was not called; or it is agreed on already.
             ResumeMetadataMismatch: some rank restored something else; nothing is trained.
             AgreementTimeoutError: ranks are missing; it names them.
         """
@@ -183,6 +188,7 @@ class Trainer:
 
         Raises:
             UsageError: `confirm` was not called, or the command before was neither completed nor begun to be saved.
+            SaveFailedError: an asynchronous save failed; nothing was asked for.
             ExecutionEndedError: the execution failed.
             StaleExecutionError, SupersededError: it is over for this process: exit with code 10.
             DeadlineError: there was no command for ``idle_total_s``.
@@ -196,6 +202,10 @@ class Trainer:
                     "saved: use save(command)" if self._open.is_save else "completed: call complete(command, updates=)"
                 )
                 raise UsageError(f"command {self._open.number} was not {what}")
+            if self._save is not None and not self._save.left:
+                raise UsageError(
+                    f"command {self._number} was not saved: the with statement of its save has to end before the next command"
+                )
             work = self._next(ask)
             if work is None:
                 return
@@ -224,8 +234,10 @@ class Trainer:
 
         Raises:
             UsageError: the command is not the present one, or a named completion is not its.
+            SaveFailedError: an asynchronous save failed; nothing was reported.
             WrongStepError: ranks disagree about the updates; the execution ends.
         """
+        self._check()
         require_count("updates", updates)
         if self._open is not command or not isinstance(command, TrainWork):
             raise UsageError(
@@ -244,14 +256,17 @@ class Trainer:
         self._calls.say_and_wait(CompletionItem(report))
 
     def save(self, command: Work) -> Save:
-        """The save of a SAVE command, for a ``with`` statement; see `Save`.
+        """The save of a SAVE command, for a ``with`` statement; see `Save`. Waits until an asynchronous one before it is over.
 
         Raises:
             UsageError: the command is not the present one.
+            SaveFailedError: the asynchronous one before failed; this one has not begun.
+            DeadlineError: the asynchronous one before is not over after ``save_total_s``.
         """
         resume = self._agreement.resumed
         if self._open is not command or not isinstance(command, SaveWork) or resume is None:
             raise UsageError("save(command) needs the present SAVE command, once")
+        self._background.wait_released(self._connection.config.save_total_s)
         self._connection.check()
         self._open = None
         connection = self._connection
@@ -263,21 +278,24 @@ class Trainer:
             execution_id=connection.execution_id,
             leader=self._connection.leader,
             digest=connection.config.digest,
+            background=self._background,
+            total_s=connection.config.save_total_s,
         )
-        return Save(command, place, self._calls.report_shards)
+        self._save = Save(command, place, self._calls.report_shards)
+        return self._save
 
     # --- the rest ---
 
     def announce_weights(self, version: int, handle: str) -> None:
         """Tell rollout workers where the weights after `version` training steps are. Said by the leader; else ignored."""
+        self._check()
         require_count("version", version)
-        self._connection.check()
         if self._connection.leader:
             self._calls.say(WeightsItem(version, handle))
 
     def metric(self, name: str, value: float) -> None:
         """Show operators a number with this worker. Dropped while the report window is full."""
-        self._connection.check()
+        self._check()
         try:
             self._connection.reports.append(MetricItem(name, float(value)))
         except WindowFullError:
@@ -312,6 +330,7 @@ class Trainer:
         config = self._connection.config
         started = time.monotonic()
         while time.monotonic() - started < config.idle_total_s:
+            self._background.check()
             response = ask()
             work = work_of(response, self._number + 1, self._connection.place.dp_rank, self._calls.fetch_payloads)
             if isinstance(work, EndReason):
@@ -331,8 +350,33 @@ class Trainer:
         # Whatever comes of the connection from here on is no news.
         self._connection.finishing = True
 
+    def _check(self) -> None:
+        self._background.check()
+        self._connection.check()
+
     def _leave(self, error: BaseException | None) -> None:
         self._agreement.close()
+        failure = error
+        try:
+            failure = self._end_save(error)
+            self._say_goodbye(failure)
+        finally:
+            self._connection.stop()
+        if failure is not None and failure is not error:
+            raise failure
+
+    def _end_save(self, error: BaseException | None) -> BaseException | None:
+        """Wait for an asynchronous save. What the rank leaves with: `error`, if there is one, else what came of the save."""
+        config = self._connection.config
+        try:
+            self._background.wait_finished(config.save_total_s if error is None else config.close_s)
+        except Exception as failure:
+            if error is None:
+                return failure
+            _log.warning("leaving after %s: %s", type(error).__name__, failure)
+        return error
+
+    def _say_goodbye(self, error: BaseException | None) -> None:
         reason = str(self._end or "left") if error is None else f"{type(error).__name__}: {error}"
         try:
             self._calls.leave(reason)
@@ -340,5 +384,3 @@ class Trainer:
             if error is None:
                 raise
             _log.warning("leaving after %s: %s", type(error).__name__, failure)
-        finally:
-            self._connection.stop()

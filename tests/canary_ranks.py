@@ -180,7 +180,7 @@ class Execution:
         state = self.saved[command.step] = copy.deepcopy(self.learner.state())
         with self.trainer.save(command) as save:
             for name, part in state.items():
-                torch.save(part | {"stamp": command.stamp(self.rank)}, save.open(name))
+                torch.save(part | {"stamp": save.stamp.values()}, save.open(name))
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,57 @@ def test_the_quickstart_as_it_stands_is_killed_and_resumed(
     assert newest.metadata.completed_training_steps >= _EPOCHS
 
 
+def test_the_trainer_of_the_page_on_saves_saves_while_it_trains_and_resumes(
+    quickstart: Path, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    page = (ROOT / "docs" / "saves.md").read_text()
+    (quickstart / "trainer.py").write_text(dict(_BLOCK.findall(page))["trainer.py"])
+    config = (quickstart / "run.toml").read_text().replace("policy = 2", "policy = 1")
+    environment = {**os.environ, "GRPC_VERBOSITY": "ERROR", "OMP_NUM_THREADS": "1", "COSMOS_CTRL__SERVER__PORT": "0"}
+    said = []
+    for number, limit in enumerate(("max_steps = 3", "")):
+        (quickstart / "run.toml").write_text(config.replace("[train]", f"[train]\n{limit}"))
+        ready = quickstart / f"ready-{number}.json"
+        serve = ["-m", "cosmos_ctrl.cli", "serve", "--config", "run.toml", "--ready-file", str(ready)]
+        began = len(processes)
+        for arguments in (serve, ["trainer.py"], ["rollout.py"]):
+            log = quickstart / f"{len(processes)}.log"
+            with log.open("wb") as file:
+                process = subprocess.Popen(
+                    [sys.executable, *arguments],
+                    cwd=quickstart,
+                    env=environment | {"PYTHONPATH": str(ROOT)},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            processes.append(process)
+            deadline = time.monotonic() + 60
+            while not ready.exists():
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()  # noqa: PT018
+                time.sleep(0.01)
+            environment["COSMOS_CTRL_ADDRESS"] = json.loads(ready.read_text())["address"]
+        for process in processes[began:]:
+            logs = "\n".join(path.read_text() for path in sorted(quickstart.glob("*.log")))
+            assert process.wait(60) == 0, logs
+        said.append((quickstart / f"{began + 1}.log").read_text())
+    assert re.search(r"step limit.*from step 0 at rate \[0\.00097", said[0])
+    # The schedule went on: six epochs, a step each.
+    assert re.search(rf"budget exhausted.*from step 3 at rate \[{0.001 * 0.99**6:.8f}", said[1]), said
+    steps = {
+        (found.manifest.execution_number, found.manifest.metadata.completed_training_steps)
+        for found in list_checkpoints(LocalStore(quickstart / "runs" / "quickstart"))
+    }
+    assert {(1, 3), (2, 6)} <= steps
+
+
+def test_the_lines_of_the_page_on_saves_about_sharded_models_are_what_the_tests_run() -> None:
+    page, trainer = (ROOT / "docs" / "saves.md").read_text(), (ROOT / "tests" / "sharded_trainer.py").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    ran = {line.strip() for line in trainer.replace("save.stamp), write)", "save.stamp))").splitlines()}
+    assert {line.strip() for line in block.splitlines()} - {"..."} <= ran
+
+
 def test_the_samplers_of_the_docs_draw(tmp_path: Path) -> None:
     files = dict(_BLOCK.findall((ROOT / "docs" / "samplers.md").read_text()))
     command = [sys.executable, "-W", "ignore", "-c", files["samplers.py"]]

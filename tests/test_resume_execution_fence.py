@@ -89,8 +89,8 @@ def train(controller: ControllerProcess, rank: int, together: Barrier, load: Loa
         trainer.confirm(steps=steps, updates=updates)
         for command in trainer.commands():
             if isinstance(command, SaveWork):
-                stamp = command.stamp(rank)
                 with trainer.save(command) as save:
+                    stamp = save.stamp.values()
                     state = {"steps": steps, "updates": updates, "stamp": stamp}
                     save.open("state.pt").write(json.dumps(state).encode())
                     save.open("rng.pt").write(json.dumps({"drawn": f"of rank {rank}", "stamp": stamp}).encode())
@@ -193,9 +193,9 @@ def commit_anew(checkpoint: Path, name: str, content: Mapping[str, Any]) -> None
     (checkpoint / "manifest.json").write_bytes(forged.to_bytes())
 
 
-@pytest.mark.parametrize(("field", "foreign"), [("rank", 0), ("completed_training_steps", 1), ("execution_number", 2)])
+@pytest.mark.parametrize(("field", "foreign"), [("rank", 0), ("steps", 1), ("execution_id", "2" * 32)])
 def test_g3_a_rank_refuses_content_that_another_rank_step_or_execution_wrote_under_its_name(
-    field: str, foreign: int, run: Path, pool: ThreadPoolExecutor
+    field: str, foreign: int | str, run: Path, pool: ThreadPoolExecutor
 ) -> None:
     checkpoint = checkpoint_of(run, 2)
     content = json.loads((checkpoint / "policy-1/rng.pt").read_bytes())

@@ -31,6 +31,10 @@ from cosmos_ctrl.core.lifecycle import EndReason
 #: Commands kept for ranks that ask again. A rank is never more than one TRAIN behind, with a SAVE between.
 _KEPT_COMMANDS = 8
 
+#: Saves kept for ranks that speak of them late: an asynchronous save that another rank abandoned long ago is still being written. A rank
+#: begins its next save after that, so it is two saves behind at most, where a final one follows the next at once.
+_KEPT_SAVES = 3
+
 SaveState = Literal["PENDING", "PUBLISHING", "COMMITTED", "ABANDONED"]
 
 
@@ -158,9 +162,10 @@ class CommandLog:
         """Fix the next command."""
         self._last = command.number
         self._commands[command.number] = command
+        saves = [number for number, each in self._commands.items() if isinstance(each, Save)]
+        open_saves = {save.number for save in self.saves}
         for number in [n for n in self._commands if n <= self._last - _KEPT_COMMANDS]:
-            old = self._commands[number]
-            if not (isinstance(old, Save) and old.state in ("PENDING", "PUBLISHING")):
+            if number not in open_saves and number not in saves[-_KEPT_SAVES:]:
                 del self._commands[number]
 
     def get(self, number: int, place: Place) -> Command | None:

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from core_harness import disposed_row
 
-from cosmos_ctrl.core.commands import CommandLog, CompletionReport, DisposedRows, End, Save, ShardReceipt, Train
+from cosmos_ctrl.core.commands import (
+    CommandLog,
+    CompletionReport,
+    DisposedRows,
+    End,
+    Save,
+    SaveState,
+    ShardReceipt,
+    Train,
+)
 from cosmos_ctrl.core.errors import (
     ArtifactForeignError,
     ArtifactMissingError,
@@ -123,16 +132,33 @@ def test_g10_old_commands_are_forgotten_but_never_an_open_save() -> None:
     commands = log()
     save = add_save(commands)
     for _ in range(30):
+        add_save(commands).state = "COMMITTED"
         assert finish(commands, add_train(commands)) is not None
     assert commands.save(save.number) is save
     assert commands.saves == [save]
     with pytest.raises(UnknownWorkError):
         commands.get(2, LEADER)
-    assert len(commands._commands) < 12
+    assert len(commands._commands) < 14
     save.state = "COMMITTED"
-    finish(commands, add_train(commands))
+    for _ in range(30):
+        add_save(commands).state = "COMMITTED"
+        finish(commands, add_train(commands))
     with pytest.raises(UnknownWorkError):
         commands.save(save.number)
+    assert len(commands._commands) < 14
+
+
+@pytest.mark.parametrize("state", ["COMMITTED", "ABANDONED"])
+def test_a_rank_may_speak_late_of_a_save_that_is_over(state: SaveState) -> None:
+    """It still writes what another rank has abandoned, or its receipts' answer was lost; it begins its next save after that."""
+    commands = log()
+    saves = []
+    for final in (False, False, True):
+        saves.append(add_save(commands, final=final))
+        saves[-1].state = state
+        for _ in range(0 if final else 30):
+            finish(commands, add_train(commands))
+    assert [commands.save(save.number) for save in saves] == saves
 
 
 def test_nothing_follows_the_end() -> None:

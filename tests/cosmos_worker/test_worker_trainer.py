@@ -275,6 +275,74 @@ def test_misuse_is_named_and_changes_nothing(controller, options, run, fresh):
     assert len([r for batch in controller.batches for r in batch.completions]) == 1
 
 
+def test_what_was_restored_is_said_once(controller, options, run):
+    publish(run, controller)
+    controller.commands = [end(steps=2)]
+    with Trainer.from_env(**options()) as trainer:
+        resume = trainer.resume()
+        files = trainer.artifacts(resume)
+        assert (files.stamp.rank, files.stamp.steps, files.stamp.updates) == (0, 2, 5)
+        assert (files.stamp.execution_id, files.stamp.checkpoint_id) == ("", "ck")
+        trainer.confirm(steps=2, updates=5)
+        assert files["state.pt"].closed
+        with pytest.raises(UsageError, match=r"before confirm\(\)"):
+            trainer.artifacts(resume)
+        with pytest.raises(UsageError, match="once"):
+            trainer.confirm(steps=2, updates=5)
+        assert list(trainer.commands()) == []
+    assert controller.calls["ConfirmResume"] == 1
+
+
+def test_a_fresh_run_has_nothing_to_load(controller, options, run):
+    with pytest.raises(UsageError, match="fresh"), Trainer.from_env(**options()) as trainer:
+        trainer.artifacts(trainer.resume())
+    assert not controller.confirmed
+
+
+def test_a_save_that_was_not_asked_for_is_refused(controller, fresh):
+    controller.commands = [train(1, {1: 1}), save(1), end(steps=1)]
+    with fresh() as trainer:
+        command = next(trainer.commands())
+        trainer.complete(command, updates=1)
+        with pytest.raises(UsageError, match="present SAVE command"):
+            trainer.save(command)
+        saving = next(trainer.commands())
+        with pytest.raises(UsageError, match="present SAVE command"):
+            trainer.save(dataclasses.replace(saving, number=9))
+        with pytest.raises(UsageError, match="not the one to complete"):
+            trainer.complete(saving, updates=1)
+        with pytest.raises(UsageError, match="no payloads"):
+            saving.payloads()
+        with trainer.save(saving) as to:
+            with pytest.raises(UsageError, match="present SAVE command, once"):
+                trainer.save(saving)
+            to.open("state.pt").write(b"x")
+        with pytest.raises(UsageError, match="present SAVE command, once"):
+            trainer.save(saving)
+        assert list(trainer.commands()) == []
+    assert len(controller.shards) == 1
+
+
+@pytest.mark.parametrize("call", ["resume", "confirm", "save", "complete", "metric", "announce_weights", "stop"])
+def test_a_trainer_that_was_left_says_so(controller, fresh, call):
+    controller.commands = [train(1, {1: 1}), end()]
+    with fresh() as trainer:
+        command = next(trainer.commands())
+        trainer.complete(command, updates=1)
+    arguments = {
+        "confirm": {"steps": 0, "updates": 0},
+        "save": {"command": command},
+        "complete": {"command": command, "updates": 1},
+        "metric": {"name": "loss", "value": 1.0},
+        "announce_weights": {"version": 1, "handle": "w"},
+        "stop": {"reason": "enough"},
+    }.get(call, {})
+    with pytest.raises(UsageError):
+        getattr(trainer, call)(**arguments)
+    with pytest.raises(UsageError, match="entered before"):
+        trainer.__enter__()
+
+
 def test_restoring_comes_before_confirming(controller, options, run):
     publish(run, controller)
     with pytest.raises(UsageError, match="artifacts"), Trainer.from_env(**options()) as trainer:
