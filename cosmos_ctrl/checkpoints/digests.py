@@ -176,7 +176,7 @@ def verify_many(checks: Iterable[Verification], *, path: str, threads: int | Non
     Args:
         checks: what to verify.
         path: the checkpoint, for the errors.
-        threads: at most so many at once; None: `default_threads`.
+        threads: at most so many at once; None: one per CPU that this process may use, at most 32.
 
     Raises:
         CheckpointDamagedError, StorageUnavailableError, ArtifactMissingError: the first failure, in the order of `checks`
@@ -202,10 +202,9 @@ def verify_many(checks: Iterable[Verification], *, path: str, threads: int | Non
 
 
 def default_threads() -> int:
-    """Threads that read and hash when nothing is said: three for each CPU this process may use, since some wait for the disk while others
-    hash; at most 32."""
+    """Threads that a verification uses when nothing is said: the CPUs this process may use, at most 32."""
     affinity = getattr(os, "sched_getaffinity", None)
-    return min(32, 3 * (len(affinity(0)) if affinity else os.cpu_count() or 1))
+    return min(32, len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
 def _verify(check: Verification, path: str) -> None:
