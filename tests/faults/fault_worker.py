@@ -13,8 +13,17 @@ from cosmos_worker.errors import exit_codes
 from cosmos_worker.rollout import LeasedGroup, SyncRollout
 from cosmos_worker.settings import ClientConfig
 
+#: A group whose payloads have so many bytes is a batch by itself, which waits for the ack of none before it.
+FULL_BATCH = 4096
+
 CONFIG = ClientConfig(
-    lease_wait_s=0.1, backoff_first_s=0.02, backoff_max_s=0.1, connect_total_s=30.0, report_s=60.0, silence_s=30.0
+    lease_wait_s=0.1,
+    backoff_first_s=0.02,
+    backoff_max_s=0.1,
+    connect_total_s=30.0,
+    report_s=60.0,
+    silence_s=30.0,
+    batch_bytes=FULL_BATCH,
 )
 
 

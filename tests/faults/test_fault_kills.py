@@ -13,6 +13,7 @@ from fault_model import Model, settled_by_journal, state_of
 from fault_process import WorkerProcess
 from fault_proxy import Proxy
 from fault_scene import Reporter, scene
+from fault_worker import FULL_BATCH
 
 from cosmos_ctrl.audit import audit
 from cosmos_ctrl.core.errors import StaleExecutionError
@@ -72,7 +73,7 @@ def test_g6_a_worker_killed_before_its_ack_has_said_it_and_its_successor_does_no
         with WorkerProcess(environ) as worker:
             house.model.leased(worker.do("lease 4"))
             proxy.hold("down")
-            house.model.reported(worker.do("report 3 100"))
+            house.model.reported(worker.do(f"report 3 {FULL_BATCH}"))
             until(lambda: state_of(house.controller).groups_ready == 3)
             house.model.check(house.controller)
             worker.kill()
@@ -140,7 +141,7 @@ def test_g1_g5_a_controller_killed_with_reports_unacknowledged_loses_nothing_and
         with WorkerProcess(first.environ(proxy.address)) as worker:
             first.model.leased(worker.do("lease 3"))
             proxy.hold("down")
-            first.model.reported(worker.do("report 3 100"))
+            first.model.reported(worker.do(f"report 3 {FULL_BATCH}"))
             until(lambda: state_of(first.controller).groups_ready == 3)
             first.model.check(first.controller)
             first.controller.signal(signal.SIGKILL)
