@@ -354,6 +354,10 @@ class RolloutsMachine(RuleBasedStateMachine):
         assert self.rollouts.unsettled_groups == len(groups)
         assert self.rollouts.outstanding_groups == len(groups) - training
         assert self.rollouts.leased_groups == sum(1 for group in groups if group.leased)
+        # As they were given; what is reported of a group is not told apart.
+        given = {lease.group: lease.mask.bit_count() for lease, _ in self.leases}
+        out = sum(given[group.id] for group in groups if group.leased)
+        assert self.rollouts._leased_completions == out
         assert self.rollouts.ready_groups == sum(1 for g in groups if g.ready and not g.pending and not g.leased)
         for member in self.workers:
             assert member.leases == {group.id for group in groups if group.holder is member}
