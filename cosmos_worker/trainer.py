@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from cosmos_ctrl.checkpoints.digests import new_hasher
 from cosmos_ctrl.core.errors import ExecutionEndedError, WindowFullError
 from cosmos_ctrl.core.resume import require_count
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
@@ -54,9 +55,15 @@ class Trainer:
         config: ClientConfig | None = None,
         **connection: Any,
     ) -> None:
-        """See `from_env`, which most programs use."""
+        """See `from_env`, which most programs use.
+
+        Raises:
+            ValueError: two artifacts of one name, or an unknown digest.
+            ModuleNotFoundError: the package of the digest is not installed.
+        """
         if isinstance(artifacts, str) or len(set(artifacts)) != len(artifacts):
             raise ValueError(f"artifacts must be distinct names, not {artifacts!r}")
+        new_hasher((config or ClientConfig()).digest)  # now, not at the first save
         self._artifacts = tuple(artifacts)
         self._connection = Connection(endpoint, place, config=config, **connection)
         self._calls = TrainingCalls(self._connection)

@@ -30,6 +30,7 @@ from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_ctrl.v1 import reports_pb2
 from cosmos_worker.errors import AgreementTimeoutError, ControllerUnreachableError, UsageError, exit_code_for
 from cosmos_worker.rollout import SyncRollout
+from cosmos_worker.settings import ClientConfig
 from cosmos_worker.trainer import Trainer
 
 
@@ -560,3 +561,11 @@ def test_two_processes_share_one_fetch(controller, environ, run, tmp_path, endin
     assert [rank.returncode for rank in ranks] == ([0, 0] if ending == "end" else [10, 10])
     # Rank 0 asked for everything; the other never did.
     assert len([r for b in controller.batches for r in b.completions]) == 4
+
+
+def test_a_digest_that_cannot_be_made_is_known_before_the_first_save(options, monkeypatch):
+    with pytest.raises(ValueError, match="md5"):
+        Trainer.from_env(**options(config=ClientConfig(digest="md5")))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install blake3"):
+        Trainer.from_env(**options(config=ClientConfig(digest="blake3")))
