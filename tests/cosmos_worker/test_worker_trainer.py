@@ -517,9 +517,9 @@ except Exception as error:
     code = exit_code_for(error)
 else:
     code = 0
-# Left to the interpreter's exit, gloo's threads may abort the process.
+# Left to the interpreter's exit, gloo's threads may abort the process, and now and then even then.
 dist.destroy_process_group()
-sys.exit(code)
+os._exit(code)
 """
 
 
