@@ -53,7 +53,7 @@ def open_run(location: str | Path) -> Store:
     store = open_store(location).within("")
     found = store.root.is_dir() if isinstance(store, LocalStore) else bool(store.list(""))
     if not found:
-        raise CheckpointNotFoundError(path=store.uri)
+        raise CheckpointNotFoundError(path=store.uri, what="run")
     return store
 
 

@@ -131,7 +131,7 @@ def test_what_is_not_there_is_a_clear_error(cli: Cli, tmp_path: Path, command: s
     code, out, error = cli(command, tmp_path / "absent")
     assert code == ExitCode.ERROR
     assert out == ""
-    assert "absent" in error
+    assert "absent: no such run" in error
     assert not (tmp_path / "absent").exists()
 
 

@@ -24,6 +24,7 @@ from cosmos_ctrl.checkpoints.names import MANIFEST_NAME
 from cosmos_ctrl.checkpoints.stores import Store
 from cosmos_ctrl.checkpoints.survey import Holding, Survey, survey
 from cosmos_ctrl.core.errors import CheckpointConflictError, CheckpointSweptError, ControlError
+from cosmos_ctrl.core.resume import require_count
 
 Action = Literal["keep", "retire", "sweep"]
 
@@ -41,10 +42,11 @@ class RetentionPolicy:
         """Check.
 
         Raises:
+            TypeError: a number is no int.
             ValueError: a number is negative, or steps are kept for ever while everything is.
         """
-        if self.keep_last < 0 or self.keep_every < 0:
-            raise ValueError(f"keep_last is {self.keep_last}, keep_every is {self.keep_every}: neither may be negative")
+        require_count("keep_last", self.keep_last)
+        require_count("keep_every", self.keep_every)
         if self.keep_every and not self.keep_last:
             raise ValueError(f"keep_every is {self.keep_every} and keep_last 0: with all kept, it says nothing")
 

@@ -261,12 +261,15 @@ class CheckpointError(ControlError):
 
 @dataclass(kw_only=True, eq=False)
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint of that name."""
+    """There is no checkpoint, or no run, of that name."""
 
     reason: ClassVar[str] = "CHECKPOINT_NOT_FOUND"
+    what: str = "checkpoint"
+    """Or run."""
 
     def __str__(self) -> str:
-        return f"{self.path}: no such checkpoint. Name an existing one, or resume automatically."
+        otherwise = ", or resume automatically" if self.what == "checkpoint" else ""
+        return f"{self.path}: no such {self.what}. Name an existing one{otherwise}."
 
 
 @dataclass(kw_only=True, eq=False)

@@ -110,6 +110,14 @@ def test_a_policy_that_means_nothing_is_refused(last: int, every: int) -> None:
         RetentionPolicy(keep_last=last, keep_every=every)
 
 
+@pytest.mark.parametrize("wrong", [True, 1.0, "1", None])
+def test_a_number_of_checkpoints_is_an_int(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="keep_last"):
+        RetentionPolicy(keep_last=wrong)
+    with pytest.raises(TypeError, match="keep_every"):
+        RetentionPolicy(keep_last=1, keep_every=wrong)
+
+
 # -- a run on disk
 
 
