@@ -12,11 +12,12 @@ import hashlib
 import importlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from cosmos_ctrl.checkpoints import direct
 from cosmos_ctrl.checkpoints.durable import storage_errors
 from cosmos_ctrl.core.errors import CheckpointDamagedError, StorageUnavailableError
 
@@ -98,32 +99,47 @@ def parse_digest(text: str) -> tuple[str, str]:
     return algorithm, digits
 
 
-def hash_file(file: BinaryIO, algorithm: str = DEFAULT_ALGORITHM, *, copy: BinaryIO | None = None) -> tuple[str, int]:
+def hash_file(
+    file: BinaryIO, algorithm: str = DEFAULT_ALGORITHM, *, copy: BinaryIO | None = None, cached: bool = True
+) -> tuple[str, int]:
     """Digest and size in bytes of an unbuffered file, from its start; it stands at its end afterwards.
 
     Args:
         file: seekable.
         algorithm: of the digest.
         copy: gets the same bytes.
+        cached: False: past the page cache, for bytes that nobody reads again soon.
 
     Raises:
         OSError: it cannot be read, or the copy not be written, as the system said it.
     """
     hasher = new_hasher(algorithm)
-    file.seek(0)
-    # One buffer serves all blocks.
-    buffer = memoryview(bytearray(BLOCK_BYTES))
-    read_into: Callable[[memoryview], int] = cast("RawIOBase", file).readinto
-    while count := read_into(buffer):
-        block = buffer[:count]
+    raw = cast("RawIOBase", file)
+    small = raw.seek(0, os.SEEK_END) < direct.BLOCK_BYTES
+    for block in _read_cached(raw) if cached or small else direct.read_blocks(raw):
         hasher.update(block)
         if copy is not None:
             copy.write(block)
     return hasher.digest(), hasher.size_bytes
 
 
+def _read_cached(file: RawIOBase) -> Iterator[memoryview]:
+    file.seek(0)
+    # One buffer serves all blocks.
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    while count := file.readinto(buffer):
+        yield buffer[:count]
+
+
 def verify_file(
-    file: BinaryIO, size: int, digest: str, *, path: str, artifact: str, copy: BinaryIO | None = None
+    file: BinaryIO,
+    size: int,
+    digest: str,
+    *,
+    path: str,
+    artifact: str,
+    copy: BinaryIO | None = None,
+    cached: bool = True,
 ) -> None:
     """Check that `file` has exactly `size` bytes with that digest; it stands at its end afterwards.
 
@@ -134,6 +150,7 @@ def verify_file(
         path: the checkpoint, for the error.
         artifact: the artifact's name, for the error.
         copy: gets the same bytes; they are what was expected only if this returns.
+        cached: False: past the page cache, for bytes that nobody reads again soon.
 
     Raises:
         CheckpointDamagedError: size or digest differs.
@@ -149,7 +166,7 @@ def verify_file(
         there = file.seek(0, os.SEEK_END)
         if there != size:
             raise damaged("size in bytes", size, there)
-        found, read = hash_file(file, algorithm, copy=copy)
+        found, read = hash_file(file, algorithm, copy=copy, cached=cached)
     except OSError as error:
         raise StorageUnavailableError(path=f"{path}/{artifact}", operation="read", cause=str(error)) from error
     if read != size:
@@ -171,12 +188,13 @@ class Verification:
 
 
 def verify_many(checks: Iterable[Verification], *, path: str, threads: int | None = None) -> None:
-    """Verify artifacts in parallel; hashing releases the interpreter lock. Every check in flight ends before this returns.
+    """Verify artifacts in parallel, past the page cache; reading and hashing release the interpreter lock. Every check in flight ends before
+    this returns.
 
     Args:
         checks: what to verify.
         path: the checkpoint, for the errors.
-        threads: at most so many at once; None: one per CPU that this process may use, at most 32.
+        threads: at most so many at once; None: `default_threads`.
 
     Raises:
         CheckpointDamagedError, StorageUnavailableError, ArtifactMissingError: the first failure, in the order of `checks`
@@ -202,11 +220,14 @@ def verify_many(checks: Iterable[Verification], *, path: str, threads: int | Non
 
 
 def default_threads() -> int:
-    """Threads that a verification uses when nothing is said: the CPUs this process may use, at most 32."""
+    """Threads that a verification uses when nothing is said: two for each CPU that this process may use, at most 32.
+
+    One reads while the other hashes.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
-    return min(32, len(affinity(0)) if affinity else os.cpu_count() or 1)
+    return min(32, 2 * (len(affinity(0)) if affinity else os.cpu_count() or 1))
 
 
 def _verify(check: Verification, path: str) -> None:
     with storage_errors(f"{path}/{check.artifact}", "read"), check.open() as file:
-        verify_file(file, check.size_bytes, check.digest, path=path, artifact=check.artifact)
+        verify_file(file, check.size_bytes, check.digest, path=path, artifact=check.artifact, cached=False)

@@ -104,7 +104,7 @@ def _rank(pipe: Any, number: int, shard_bytes: int) -> None:
         else:
             file = HashingFile(path)
             if how == "unhashed":
-                file._hashing._hasher = NoHasher()  # type: ignore[assignment]
+                file._hasher = NoHasher()  # type: ignore[assignment]
             torch.save(state, file)
             file.close()
             result = name, file.result.size_bytes, file.result.digest

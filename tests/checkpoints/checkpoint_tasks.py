@@ -17,7 +17,7 @@ from typing import Any
 import checkpoint_helpers as helpers
 import crash_tasks
 
-from cosmos_ctrl.checkpoints import claims, damage, discovery, retention
+from cosmos_ctrl.checkpoints import claims, damage, digests, discovery, retention
 from cosmos_ctrl.checkpoints.manifest import publish_from_receipts
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.core.errors import ControlError
@@ -76,8 +76,8 @@ def until_it_waits(pid: int) -> None:
 
 
 def main() -> None:
-    # One CPU: no thread pools, so that counting calls per thread counts them all.
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    # No thread pools, so that counting calls per thread counts them all.
+    digests.default_threads = lambda: 1
     with tempfile.TemporaryDirectory() as scratch:
         crash_tasks.warm_up(Path(scratch))
         # Whatever is imported or cached on first use shall be so before the fork.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import importlib.util
 import io
@@ -9,13 +11,13 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosmos_ctrl.checkpoints import digests
+from cosmos_ctrl.checkpoints import digests, direct
 from cosmos_ctrl.checkpoints.artifacts import open_artifact
 from cosmos_ctrl.checkpoints.digests import (
     Verification,
@@ -80,6 +82,60 @@ def test_all_of_a_file_is_hashed_wherever_it_stands_and_copied(tmp_path: Path, m
         verify_file(file, 256, digest_bytes(data), path="c", artifact="a", copy=copy)
         assert hash_file(file) == (digest_bytes(data), 256)
     assert copy.getvalue() == data
+
+
+class Odd(io.FileIO):
+    """Reads a whole block at once or refuses, and what is short at that."""
+
+    def __init__(self, path: Path, *, refuses: bool, at_most: int) -> None:
+        super().__init__(path)
+        self.refuses, self.at_most = refuses, at_most
+        self.direct: list[bool] = []
+
+    def readinto(self, buffer: Any) -> int:
+        flag = bool(fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & os.O_DIRECT)
+        self.direct.append(flag)
+        if flag and self.refuses:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().readinto(memoryview(buffer)[: self.at_most])
+
+
+BLOCK = 64 << 10
+
+
+@pytest.mark.parametrize("size", [BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 4096, 3 * BLOCK + 777])
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("at_most", [BLOCK, 4096, 4099])
+def test_past_the_page_cache_the_same_bytes_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refuses: bool, at_most: int
+) -> None:
+    monkeypatch.setattr(direct, "BLOCK_BYTES", BLOCK)
+    data = os.urandom(size)
+    (tmp_path / "a").write_bytes(data)
+    with Odd(tmp_path / "a", refuses=refuses, at_most=at_most) as file:
+        assert hash_file(cast("BinaryIO", file), cached=False) == (digest_bytes(data), size)
+        assert file.read() == b""
+        assert not fcntl.fcntl(file.fileno(), fcntl.F_GETFL) & os.O_DIRECT
+        file.seek(0)
+        assert file.read(10) == data[:10]
+    with Odd(tmp_path / "a", refuses=True, at_most=size) as file:
+        assert hash_file(cast("BinaryIO", file)) == (digest_bytes(data), size)
+        assert not any(file.direct)
+
+
+def test_a_read_that_fails_is_not_a_file_system_that_will_not_have_it(tmp_path: Path) -> None:
+    class Broken(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "a").write_bytes(bytes(direct.BLOCK_BYTES))
+    with Broken(tmp_path / "a") as file, pytest.raises(OSError, match="Input/output"):
+        hash_file(cast("BinaryIO", file), cached=False)
+
+
+def test_what_is_no_file_of_this_machine_is_read_all_the_same() -> None:
+    data = os.urandom(direct.BLOCK_BYTES + 5)
+    assert hash_file(io.BytesIO(data), cached=False) == (digest_bytes(data), len(data))
 
 
 def test_kind_size_and_content_are_told_apart_and_unreadable_is_neither(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import io
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_ctrl.checkpoints import direct
 from cosmos_worker import shards
 from cosmos_worker.errors import UsageError
 from cosmos_worker.shards import HashingFile, SystemCalls, make_directories, sync_directories
@@ -68,30 +70,91 @@ def test_the_digest_is_of_what_is_on_the_disk(tmp_path):
         file.write(b"x")
 
 
-LARGE = shards._LARGE_BYTES
+BLOCK = 64 << 10
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(direct, "BLOCK_BYTES", BLOCK)
 
 
 def threads_named(name: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == name]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
-@pytest.mark.parametrize("sizes", [[LARGE], [LARGE - 1, LARGE, 1, 3 * LARGE + 7], [LARGE + 1, 0, 5, LARGE]])
-def test_large_pieces_are_hashed_in_their_order_among_small_ones(tmp_path, sizes, monkeypatch):
-    monkeypatch.setattr(shards, "_PIECE_BYTES", LARGE // 2 + 3)
+def refused(fd: int, direct: bool) -> None:
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def pretended(fd: int, direct: bool) -> None:
+    """A file system that says it writes past the page cache."""
+
+
+class Unwilling(Device):
+    """Takes no whole block past the page cache, though it said that it would."""
+
+    def __init__(self):
+        super().__init__()
+        self.direct = False
+
+    def set_direct(self, fd, direct):
+        self.direct = direct
+
+    def _write(self, fd, data):
+        if self.direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super()._write(fd, data)
+
+    def calls(self) -> SystemCalls:
+        return dataclasses.replace(super().calls(), set_direct=self.set_direct)
+
+
+FILE_SYSTEMS = {
+    "this one": SystemCalls,
+    "with no way past the cache": lambda: SystemCalls(set_direct=refused),
+    "that says it has one": lambda: Unwilling().calls(),
+    "of short writes": lambda: Device(short=3 * 4096 + 5).calls(),
+}
+
+
+@pytest.mark.parametrize("calls", FILE_SYSTEMS.values(), ids=FILE_SYSTEMS)
+@pytest.mark.parametrize(
+    "sizes", [[BLOCK], [BLOCK - 1, BLOCK, 1, 3 * BLOCK + 7], [BLOCK + 1, 0, 5, 9 * BLOCK], [7] * 20, [4 * BLOCK]]
+)
+def test_blocks_are_written_and_hashed_in_their_order(tmp_path, sizes, calls, small_blocks):
     parts = [os.urandom(size) for size in sizes]
-    before = len(threads_named("cosmos-hash"))
-    file = HashingFile(tmp_path / "a")
+    file = HashingFile(tmp_path / "a", calls=calls())
     for part in parts:
         assert file.write(part) == len(part)
-    assert len(threads_named("cosmos-hash")) == before + 1
+    assert file.tell() == sum(sizes)
+    assert bool(threads_named("cosmos-")) == (sum(sizes) >= BLOCK)
     file.close()
-    assert len(threads_named("cosmos-hash")) == before
+    assert not threads_named("cosmos-")
     assert file.result.digest == digest(b"".join(parts))
     assert (tmp_path / "a").read_bytes() == b"".join(parts)
 
 
-def test_a_large_piece_is_its_owners_again_when_it_is_written(tmp_path):
-    buffer = bytearray(os.urandom(4 * LARGE))
+def test_whole_blocks_go_past_the_page_cache_and_the_rest_through_it(tmp_path, small_blocks):
+    probe = os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT)
+    try:
+        direct.set_direct(probe, True)
+    except OSError:
+        pytest.skip("this file system has no way past the page cache")
+    finally:
+        os.close(probe)
+    seen = []
+
+    def write(fd, data):
+        seen.append((len(data), bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)))
+        return os.write(fd, data)
+
+    with HashingFile(tmp_path / "a", calls=SystemCalls(write=write)) as file:
+        file.write(bytes(2 * BLOCK + 9))
+    assert seen == [(BLOCK, True), (BLOCK, True), (9, False)]
+
+
+def test_what_was_written_is_its_owners_again(tmp_path, small_blocks):
+    buffer = bytearray(os.urandom(4 * BLOCK))
     content = b""
     file = HashingFile(tmp_path / "a")
     for _ in range(5):
@@ -103,26 +166,66 @@ def test_a_large_piece_is_its_owners_again_when_it_is_written(tmp_path):
     assert file.result.digest == digest(content)
 
 
-def test_a_large_piece_that_cannot_be_written_leaves_no_thread_behind(tmp_path):
-    before = len(threads_named("cosmos-hash"))
-    file = HashingFile(tmp_path / "a", calls=Device(write=(2, errno.ENOSPC), short=LARGE).calls())
-    with pytest.raises(OSError, match="No space left"):
-        file.write(bytes(4 * LARGE))
-    assert len(threads_named("cosmos-hash")) == before
-    with pytest.raises(OSError, match="No space left"):
+def test_a_writer_waits_for_a_slow_disk_and_memory_stays_bounded(tmp_path, small_blocks):
+    go, written = threading.Semaphore(0), []
+
+    def write(fd, data):
+        assert go.acquire(timeout=30)
+        written.append(len(data))
+        return os.write(fd, data)
+
+    file = HashingFile(tmp_path / "a", calls=SystemCalls(set_direct=refused, write=write))
+    file.write(bytes(3 * BLOCK))  # as much as there is memory for
+    writer = threading.Thread(target=file.write, args=(bytes(BLOCK),))
+    writer.start()
+    assert writer.is_alive()
+    assert len(file._blocks) == 3
+    assert not written
+    go.release(1)
+    writer.join(30)
+    assert not writer.is_alive()
+    go.release(9)
+    file.close()
+    assert written == [BLOCK] * 4
+
+
+def test_a_block_that_cannot_be_written_ends_the_file_and_its_threads(tmp_path, small_blocks):
+    device = Device(write=(2, errno.ENOSPC))
+    file = HashingFile(tmp_path / "a", calls=device.calls())
+    with pytest.raises(OSError, match="No space left"):  # noqa: PT012  # it comes with one of the next blocks
+        for _ in range(6):
+            file.write(bytes(BLOCK))
+    assert not threads_named("cosmos-")
+    for later in (lambda: file.write(b"x"), file.close, lambda: file.result):
+        with pytest.raises(OSError, match="No space left"):
+            later()
+    assert device.counts["write"] == 2
+    assert "fsync" not in device.counts
+    assert device.counts["close"] == 1
+
+
+def test_what_fails_last_is_told_when_the_file_is_closed(tmp_path, small_blocks):
+    device = Device(write=(3, errno.EIO))
+    file = HashingFile(tmp_path / "a", calls=device.calls())
+    file.write(bytes(3 * BLOCK))
+    with pytest.raises(OSError, match="Input/output"):
         file.close()
+    assert "fsync" not in device.counts
+    with pytest.raises(OSError, match="Input/output"):
+        _ = file.result
 
 
-@pytest.mark.parametrize("size", [5, LARGE])
-def test_a_file_that_could_not_be_hashed_is_lost(tmp_path, monkeypatch, size):
+@pytest.mark.parametrize("size", [5, BLOCK])
+def test_a_file_that_could_not_be_hashed_is_lost(tmp_path, monkeypatch, size, small_blocks):
     file = HashingFile(tmp_path / "a")
 
     def fails(_: object) -> None:
         raise MemoryError("no room to hash")
 
-    monkeypatch.setattr(type(file._hashing._hasher), "update", lambda _, data: fails(data))
+    monkeypatch.setattr(type(file._hasher), "update", lambda _, data: fails(data))
+    file.write(bytes(size))
     with pytest.raises(MemoryError):
-        file.write(bytes(size))
+        file.close()
     monkeypatch.undo()
     for later in (lambda: file.write(b"more"), file.close, lambda: file.result):
         with pytest.raises(OSError, match="is lost: MemoryError"):
@@ -150,11 +253,11 @@ def test_a_device_that_lies_about_writes_is_caught_before_anyone_is_told(tmp_pat
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_failed_write_surfaces_as_itself_and_is_not_synced(tmp_path, code):
-    device = Device(write=(2, code))
+    device = Device(write=(2, code), short=1)
     file = HashingFile(tmp_path / "a", calls=device.calls())
-    file.write(b"x")
+    file.write(b"xy")
     with pytest.raises(OSError) as caught:  # noqa: PT011  # the number is what counts
-        file.write(b"y")
+        file.close()
     assert caught.value.errno == code
     for again in (lambda: file.write(b"z"), file.close, lambda: file.result):
         with pytest.raises(OSError) as later:  # noqa: PT011
@@ -177,45 +280,36 @@ def test_a_failed_sync_or_close_is_final(tmp_path, call):
         _ = file.result
 
 
-def test_a_failed_write_back_poisons_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "WRITE_BACK_BYTES", 4)
-    failed = threading.Event()
+def test_a_failed_write_back_poisons_the_file(tmp_path, monkeypatch, small_blocks):
+    monkeypatch.setattr(shards, "WRITE_BACK_BYTES", 2 * BLOCK)
     device = Device(fdatasync=(1, errno.EIO))
-    calls = device.calls()
-
-    def fdatasync(fd):
-        try:
-            calls.fdatasync(fd)
-        finally:
-            failed.set()
-
-    file = HashingFile(tmp_path / "a", calls=dataclasses.replace(calls, fdatasync=fdatasync))
-    file.write(b"12345")
-    assert failed.wait(10)
+    file = HashingFile(tmp_path / "a", calls=dataclasses.replace(device.calls(), set_direct=refused))
+    file.write(bytes(3 * BLOCK))
     with pytest.raises(OSError, match="Input/output"):
         file.close()
     assert "fsync" not in device.counts
     assert device.counts["fdatasync"] == 1
+    assert device.counts["write"] == 2
 
 
-def test_write_back_starts_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "WRITE_BACK_BYTES", 10)
+def test_write_back_of_the_page_cache_starts_early(tmp_path, monkeypatch, small_blocks):
+    monkeypatch.setattr(shards, "WRITE_BACK_BYTES", 2 * BLOCK)
     started = threading.Event()
     device = Device()
-    calls = device.calls()
 
     def fdatasync(fd):
         started.set()
-        calls.fdatasync(fd)
+        os.fdatasync(fd)
 
-    with HashingFile(tmp_path / "a", calls=dataclasses.replace(calls, fdatasync=fdatasync)) as file:
-        file.write(b"1234567890")
+    calls = dataclasses.replace(device.calls(), set_direct=refused, fdatasync=fdatasync)
+    with HashingFile(tmp_path / "a", calls=calls) as file:
+        file.write(bytes(2 * BLOCK))
         # Before the file is closed, and without being asked.
         assert started.wait(10)
-        for _ in range(98):
-            file.write(b"12345")
-    assert 1 <= device.counts["fdatasync"] <= 50
-    assert file.result.size_bytes == 500
+    started.clear()
+    with HashingFile(tmp_path / "b", calls=dataclasses.replace(calls, set_direct=pretended)) as file:
+        file.write(bytes(9 * BLOCK))
+    assert not started.is_set()
 
 
 def test_an_unclosed_file_is_not_made_durable(tmp_path):
