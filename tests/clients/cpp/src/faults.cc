@@ -1,6 +1,7 @@
 #include "faults.h"
 
 #include <charconv>
+#include <optional>
 
 #include "durations.h"
 #include "google/rpc/error_details.pb.h"
@@ -49,23 +50,25 @@ Fault FaultOf(const grpc::Status& status) {
   const auto [info, delay] = DetailsOf(status);
   const auto code = status.error_code();
   const std::string reason = info ? info->reason() : "";
-  const std::string text = "status " + std::to_string(code) + (info ? " (" + reason + ")" : "") + ": " + status.error_message();
+  const std::string text =
+      "status " + std::to_string(code) + (info ? " (" + reason + ")" : "") + ": " + status.error_message();
   if (!info) {
     // CANCELLED is what a server that goes down makes of its calls.
     const bool is_lost = code == grpc::UNAVAILABLE || code == grpc::DEADLINE_EXCEEDED || code == grpc::CANCELLED;
     return {.kind = is_lost ? Kind::kUnreachable : Kind::kFinal, .text = text};
   }
-  if (reason == "STALE_EXECUTION" || reason == "SUPERSEDED") return {.kind = Kind::kFinal, .text = text, .code = kStale};
+  if (reason == "STALE_EXECUTION" || reason == "SUPERSEDED")
+    return {.kind = Kind::kFinal, .text = text, .code = kStale};
   if (reason == "EXECUTION_ENDED") {
     const bool failed = Metadata(*info, "end_reason") == "FAILURE";
     return {.kind = Kind::kFinal, .text = text, .code = failed ? kFailed : kDone};
   }
   if (reason == "NOT_REGISTERED") return {.kind = Kind::kRegister, .text = text};
   if (reason == "SEQUENCE_GAP") {
-    return {.kind = Kind::kFinal, .text = text, .resend_from = Number(Metadata(*info, "expected"))};
+    return {.kind = Kind::kGap, .text = text, .expected = Number(Metadata(*info, "expected"))};
   }
-  // By code and not by reason: a newer controller may have reasons that are not known here. A message, however, does not
-  // shrink by waiting.
+  // By code and not by reason: a newer controller may have reasons that are not known here. A message, however, does
+  // not shrink by waiting.
   const bool is_later = code == grpc::UNAVAILABLE || code == grpc::RESOURCE_EXHAUSTED;
   if (is_later && reason != "MESSAGE_TOO_LARGE") return {.kind = Kind::kLater, .text = text, .delay = delay};
   return {.kind = Kind::kFinal, .text = text};

@@ -6,7 +6,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -19,19 +18,27 @@ class Exit : public std::runtime_error {
   const ExitCode code;
 };
 
+// The number of a message is not the one that was due. Final, unless batches are kept from `expected` on.
+class SequenceGap : public Exit {
+ public:
+  SequenceGap(std::uint64_t expected, const std::string& why) : Exit(kFailed, why), expected(expected) {}
+  const std::uint64_t expected;
+};
+
 // A failed call, by what is to be done about it.
 struct Fault {
   enum class Kind {
     kUnreachable,  // nobody answered: send the same again
     kLater,        // the controller asks for patience: wait, then send the same again
     kRegister,     // the session is unknown or has lapsed: register, then send the same again
-    kFinal,        // end the process, unless there are batches from `resend_from` on
+    kGap,          // a number was left out: SequenceGap
+    kFinal,        // end the process
   };
   Kind kind;
   std::string text;
-  std::chrono::nanoseconds delay{0};          // kLater
-  ExitCode code = kFailed;                    // kFinal
-  std::optional<std::uint64_t> resend_from{};  // kFinal
+  std::chrono::nanoseconds delay{0};  // kLater
+  std::uint64_t expected = 0;         // kGap
+  ExitCode code = kFailed;            // kFinal
 };
 
 Fault FaultOf(const grpc::Status& status);
