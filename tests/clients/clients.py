@@ -1,0 +1,93 @@
+"""The conformance workers, one per language: where each lies, how it is built and started.
+
+* Every client is one directory here, and one line of `CLIENTS`: what builds it (run in its directory, offline where that can be),
+  what starts one worker, and the tools that both need. What a build makes lies in the client's ``build/``.
+* A client that cannot be built here is unavailable and says why. Where that may not be (``CI=true``) it is a failure.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+#: Longest build, in seconds.
+BUILD_S = 600.0
+
+#: Characters of a failed build's output that are shown.
+_SHOWN = 4000
+
+
+class UnavailableError(Exception):
+    """A client cannot be built here; the text says what is missing, and what to install."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    """One language's conformance worker."""
+
+    language: str
+    """Name of the client and of its directory."""
+    build: tuple[str, ...] = ()
+    """Command that builds it, run in its directory; empty: there is nothing to build."""
+    run: tuple[str, ...]
+    """Command of one worker. A word that names a file in the client's directory (after the build) becomes its absolute path."""
+    tools: tuple[str, ...] = ()
+    """Programs that have to be on the PATH, as ``shutil.which`` finds them."""
+    install: str = ""
+    """What to install for them, for a person."""
+    quick: bool = True
+    """Built within a minute, so `make test` has it; the others are in `make test-clients` only."""
+    reports: str = "stream"
+    """The RPC it reports by: "stream" (StreamReports) or "unary" (SubmitReports)."""
+
+    @property
+    def directory(self) -> Path:
+        """Where its sources lie."""
+        return HERE / self.language
+
+    def command(self) -> list[str]:
+        """The command of one worker, built if it was not in this process.
+
+        Raises:
+            UnavailableError: a tool is missing, or the build failed.
+        """
+        _build(self)
+        return [str(path) if (path := self.directory / word).is_file() else word for word in self.run]
+
+
+CLIENTS = (Client(language="python", run=(sys.executable, "worker.py")),)
+
+BY_LANGUAGE = {client.language: client for client in CLIENTS}
+
+
+@functools.cache
+def _build(client: Client) -> None:
+    missing = [tool for tool in client.tools if shutil.which(tool) is None]
+    if missing:
+        raise UnavailableError(f"the {client.language} client needs {', '.join(missing)}: install {client.install}")
+    if not client.build:
+        return
+    try:
+        done = subprocess.run(
+            client.build, cwd=client.directory, capture_output=True, text=True, timeout=BUILD_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnavailableError(f"the {client.language} client is not built: {error}") from error
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr)[-_SHOWN:]
+        raise UnavailableError(
+            f"the {client.language} client is not built: {' '.join(client.build)} ended with {done.returncode}; "
+            f"install {client.install}.\n{said}"
+        )
+
+
+def must_be_available() -> bool:
+    """Whether a client that cannot be built is a failure, as it is on CI."""
+    return os.environ.get("CI") == "true"
