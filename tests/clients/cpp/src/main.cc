@@ -26,17 +26,38 @@ std::uint32_t Count(const char* name, std::uint32_t otherwise, std::uint32_t lea
              std::string(name) + " must be an integer of at least " + std::to_string(least) + ", not " + text);
 }
 
+struct Settings {
+  Place place;
+  std::uint32_t in_flight;
+};
+
+Settings ReadSettings() {
+  Settings settings{
+      .place =
+          {
+              .address = Setting("COSMOS_CTRL_ADDRESS", ""),
+              .execution_id = Setting("COSMOS_CTRL_EXECUTION_ID", ""),
+              .group = Setting("COSMOS_CTRL_GROUP", "rollout"),
+              .replica = Count("COSMOS_CTRL_REPLICA", 0, 0),
+          },
+      .in_flight = Count("COSMOS_CTRL_IN_FLIGHT", 8, 1),
+  };
+  if (settings.place.address.empty()) throw Exit(kConfiguration, "COSMOS_CTRL_ADDRESS is not set");
+  return settings;
+}
+
 // Whatever other threads are at, nothing is sent any more.
 [[noreturn]] void Leave(ExitCode code, const std::string& why) {
   std::cerr << why << std::endl;
   std::_Exit(code);
 }
 
-// Runs `work` as the body of a thread: what ends it ends the process.
+// Runs `work`, on whatever thread: what ends it ends the process, before anything that another thread uses is
+// destroyed.
 template <class Work>
-void OrLeave(Work work) {
+auto OrLeave(Work work) {
   try {
-    work();
+    return work();
   } catch (const Exit& exit) {
     Leave(exit.code, exit.what());
   } catch (const std::exception& error) {
@@ -61,28 +82,20 @@ void StopOnSigterm(Worker& worker) {
   Leave(kFailed, again ? "told to stop twice" : "could not end in time after SIGTERM");
 }
 
-void Work() {
-  const Place place{
-      .address = Setting("COSMOS_CTRL_ADDRESS", ""),
-      .execution_id = Setting("COSMOS_CTRL_EXECUTION_ID", ""),
-      .group = Setting("COSMOS_CTRL_GROUP", "rollout"),
-      .replica = Count("COSMOS_CTRL_REPLICA", 0, 0),
-  };
-  if (place.address.empty()) throw Exit(kConfiguration, "COSMOS_CTRL_ADDRESS is not set");
-  Session session(place);
-  Worker worker(session, Count("COSMOS_CTRL_IN_FLIGHT", 8, 1));
-  std::thread([&] { StopOnSigterm(worker); }).detach();
-  session.Register();
-  std::thread([&] { OrLeave([&] { worker.reporter().Run(); }); }).detach();
-  worker.Run();
-  std::_Exit(kDone);
-}
-
 }  // namespace
 
 int main() {
   // Blocked before any thread starts, so that only the one that waits for it meets it.
   const auto set = Sigterm();
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
-  OrLeave(Work);
+  const auto [place, in_flight] = OrLeave(ReadSettings);
+  Session session(place);
+  Worker worker(session, in_flight);
+  std::thread([&] { StopOnSigterm(worker); }).detach();
+  OrLeave([&] {
+    session.Register();
+    std::thread([&] { OrLeave([&] { worker.reporter().Run(); }); }).detach();
+    worker.Run();
+  });
+  std::_Exit(kDone);
 }

@@ -76,6 +76,16 @@ pb::WorkerIdentity Session::Identity() const {
   return identity;
 }
 
+void Session::CheckOpen() const {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw *closed_;
+}
+
+void Session::Close(ExitCode code, const std::string& why) {
+  if (!closed_) closed_.emplace(code, why);
+  throw *closed_;
+}
+
 void Session::Heard(const pb::ResponseHeader& header) {
   const std::lock_guard lock(mutex_);
   silent_since_.reset();
@@ -86,15 +96,16 @@ void Session::Heard(const pb::ResponseHeader& header) {
 }
 
 void Session::Recover(const Fault& fault, const std::string& session_id, int attempt) {
-  if (fault.kind == Fault::Kind::kFinal) throw Exit(fault.code, fault.text);
   if (fault.kind == Fault::Kind::kGap) throw SequenceGap(fault.expected, fault.text);
   {
     const std::lock_guard lock(mutex_);
     const auto now = Clock::now();
-    if (fault.kind != Fault::Kind::kUnreachable) {
+    if (fault.kind == Fault::Kind::kFinal) {
+      Close(fault.code, fault.text);
+    } else if (fault.kind != Fault::Kind::kUnreachable) {
       silent_since_.reset();
     } else if (now - silent_since_.value_or(now) >= kSilence) {
-      throw Exit(kFailed, "no answer from " + place_.address + " for 30 s: " + fault.text);
+      Close(kFailed, "no answer from " + place_.address + " for 30 s: " + fault.text);
     } else if (!silent_since_) {
       silent_since_ = now;
     }

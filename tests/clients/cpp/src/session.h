@@ -4,6 +4,7 @@
 // - One incarnation for the life of the process; sessions come and go under it.
 // - A failed call is sent again as it was, unless the failure is final.
 // - Any thread may call; calls that find the session lapsed share one registration.
+// - The first final failure is that of every later call, too: nothing is sent any more.
 #pragma once
 
 #include <grpcpp/grpcpp.h>
@@ -66,6 +67,7 @@ class Session {
   template <class Request, class Response>
   grpc::Status Once(Method<Request, Response> method, const Request& request, std::chrono::nanoseconds wait,
                     Response* response) {
+    CheckOpen();
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() +
                          std::chrono::duration_cast<std::chrono::milliseconds>(wait + kCallTime));
@@ -73,6 +75,10 @@ class Session {
   }
 
   pb::WorkerIdentity Identity() const;
+  void CheckOpen() const;
+
+  // With the mutex held.
+  [[noreturn]] void Close(ExitCode code, const std::string& why);
 
   // An answer came. Throws if another controller sent it.
   void Heard(const pb::ResponseHeader& header);
@@ -95,4 +101,5 @@ class Session {
   pb::Limits limits_;
   std::chrono::nanoseconds lease_time_{0};
   std::optional<Clock::time_point> silent_since_;
+  std::optional<Exit> closed_;
 };
