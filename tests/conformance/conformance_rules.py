@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ _LOST = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"})
 
 #: Part of a RetryInfo that is waited for at least: timers of some languages fire a little early.
 _OF_DELAY = 0.9
+
+#: Messages under a session that is over that may come one after another once there is a newer one.
+_UNDER_WAY = 3
 
 #: Characters of a message in a report.
 _SHOWN = 600
@@ -74,6 +78,8 @@ class _Lease:
     """Completions that were not reported."""
     oldest_version: int
     outcome: reports_pb2.Outcome.ValueType
+    late: bool
+    """Answered when the process was leaving, which may not have waited for the answer."""
     cancelled: bool = False
 
 
@@ -98,6 +104,7 @@ class Observer:
             prompt_of: the payload of a prompt, by its key.
         """
         self.broken: list[Broken] = []
+        self.is_broken = asyncio.Event()
         self.end_acknowledged = False
         self.told_to_leave = False
         """SIGTERM was sent."""
@@ -105,7 +112,7 @@ class Observer:
         self._pinned, self._in_flight, self._prompt_of = execution_id, in_flight, prompt_of
         self._incarnation = ""
         self._sessions: list[str] = []
-        self._spoken: dict[str, int] = {}
+        self._old_session_uses: dict[str, int] = {}
         self._limits = pb.Limits()
         self._calls: set[int] = set()
         self._request: tuple[int, int] | None = None
@@ -121,15 +128,6 @@ class Observer:
         self.notices_told = self.notices_confirmed = 0
         self._not_before: dict[str, float] = {}
         self._ended: _Ended | None = None
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether a terminal answer was delivered."""
-        return self._ended is not None
-
-    def unfinished(self) -> int:
-        """Leases that the client was given and that are neither reported nor cancelled."""
-        return sum(bool(lease.open) and not lease.cancelled for lease in self._leases.values())
 
     # -- what the client says
 
@@ -180,10 +178,11 @@ class Observer:
         if identity.session_id not in self._sessions:
             self._broke("session", f"a session that it was given: {self._sessions}", heard)
             return
-        age = self._sessions.index(identity.session_id)
-        if age < self._spoken.get(heard.family, 0):
-            self._broke("session", "the newest session, once it has been used", heard)
-        self._spoken[heard.family] = max(age, self._spoken.get(heard.family, 0))
+        # Some may have been under way when the newest session was given.
+        old = identity.session_id != self._sessions[-1]
+        self._old_session_uses[heard.family] = self._old_session_uses.get(heard.family, 0) + 1 if old else 0
+        if self._old_session_uses[heard.family] > _UNDER_WAY:
+            self._broke("session", f"the newest session, {self._sessions[-1]}", heard)
 
     def _heard_lease(self, heard: Heard) -> None:
         request = heard.message
@@ -238,6 +237,17 @@ class Observer:
             self._broke("limits", f"at most {limits.max_message_bytes} bytes in a message", heard)
         for rows in batch.rollouts:
             self._heard_rows(heard, rows)
+        if self._end_batch == batch.number:
+            self._check_nothing_is_left(heard)
+
+    def _check_nothing_is_left(self, heard: Heard) -> None:
+        left = {
+            number: f"{lease.open:#x}"
+            for number, lease in self._leases.items()
+            if lease.open and not lease.cancelled and not lease.late
+        }
+        if left:
+            self._broke("once", f"every completion of every lease reported, or returned; left are, by lease: {left}", heard)
 
     def _heard_rows(self, heard: Heard, rows: reports_pb2.RolloutRows) -> None:
         rewards, payloads, at = list(rows.rewards), list(rows.payloads), 0
@@ -314,7 +324,9 @@ class Observer:
         for group in response.groups:
             if group.lease not in self._leases:
                 mask = sum(bits << 64 * word for word, bits in enumerate(group.masks))
-                self._leases[group.lease] = _Lease(group, mask, self._version, self._outcome(group))
+                self._leases[group.lease] = _Lease(
+                    group, mask, self._version, self._outcome(group), late=self.told_to_leave
+                )
                 self._met.add(group.prompt_key)
 
     def _outcome(self, group: pb.LeasedGroup) -> reports_pb2.Outcome.ValueType:
@@ -346,19 +358,13 @@ class Observer:
 
     def at_exit(self, *, end_expected: bool) -> None:
         """The process has ended as it should: what has to be true then."""
-        if not end_expected:
-            return
-        if not self.end_acknowledged:
+        if end_expected and not self.end_acknowledged:
             self.add("end", "an end report that is acknowledged before the process ends", "there was none")
-        left = {
-            number: f"{lease.open:#x}" for number, lease in self._leases.items() if lease.open and not lease.cancelled
-        }
-        if left:
-            self.add("once", "every completion of every lease is reported once, or returned", f"left, by lease: {left}")
 
     def add(self, rule: str, expected: str, found: str) -> None:
         """A rule is broken by what was found, not by a message."""
         self.broken.append(Broken(rule, expected, found))
+        self.is_broken.set()
 
     def _broke(self, rule: str, expected: str, heard: Heard) -> None:
         text = json_format.MessageToJson(heard.message, indent=None, preserving_proto_field_name=True)

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ class Result:
     """None: it did not end by itself."""
     said: str
     """The end of what the client wrote to standard output and standard error."""
+    seconds: float
+    """Life of the client process, for a person; no rule looks at it."""
 
     @property
     def passed(self) -> bool:
@@ -64,10 +67,11 @@ class Result:
         return not self.broken
 
 
-async def run_scenario(scenario: Scenario, command: Sequence[str]) -> Result:
-    """Runs `command` as the client of one scenario."""
+async def run_scenario(scenario: Scenario, command: Sequence[str], limit_s: float | None = None) -> Result:
+    """Runs `command` as the client of one scenario, until it ends, breaks a rule that a message can break, or has run for `limit_s`."""
+    limit_s = limit_s or (SLOW_CLIENT_S if scenario.slow else CLIENT_S)
     with tempfile.TemporaryDirectory(prefix="conformance-") as directory:
-        stage = _Stage(scenario, Path(directory))
+        stage = _Stage(scenario, Path(directory), limit_s)
         try:
             await stage.open()
             return await stage.play(command)
@@ -85,6 +89,13 @@ class _Trainer(Worker):
 
     async def submit(self, batch: reports_pb2.ReportBatch | None = None, **numbers: int) -> reports_pb2.ReportAck:
         return await super().submit(batch, acked=self.batches, **numbers)
+
+    async def train(self, number: int, command: pb.TrainCommand) -> None:
+        """Completes the step and announces its weights in one batch, so that no group is leased between the two."""
+        weights = reports_pb2.WeightAnnouncement(version=command.step, handle=f"weights-{command.step}")
+        await self.submit(
+            reports_pb2.ReportBatch(completions=[self.completion(number, command)], weights=[weights])
+        )
 
 
 class _Run:
@@ -126,7 +137,7 @@ class _Run:
         await asyncio.gather(self.training, return_exceptions=True)
         await self.house.close()
 
-    async def _confirm(self, trainer: Worker) -> None:
+    async def _confirm(self, trainer: _Trainer) -> None:
         await trainer.confirm()
         await trainer.announce(self.house.core.commands.steps)
 
@@ -145,7 +156,7 @@ class _Run:
         )
         await other.submit(reports_pb2.ReportBatch(rollouts=[rows], end=reports_pb2.EndReport(reason="done")))
 
-    async def _train(self, trainer: Worker) -> None:
+    async def _train(self, trainer: _Trainer) -> None:
         if not self.gate.is_set():
             await self.gate.wait()
             await self._confirm(trainer)
@@ -155,8 +166,7 @@ class _Run:
                 command = await trainer.next(number, wait=_COMMAND_WAIT_S)
                 kind = command.WhichOneof("command")
                 if kind == "train":
-                    await trainer.complete(number, command.train)
-                    await trainer.announce(command.train.step)
+                    await trainer.train(number, command.train)
                 elif kind == "save":
                     await trainer.saved(number, command.save)
                 elif kind == "end":
@@ -179,8 +189,8 @@ def _failed_run(house: House) -> Iterator[None]:
 class _Stage:
     """See the module."""
 
-    def __init__(self, scenario: Scenario, directory: Path) -> None:
-        self._scenario, self._directory = scenario, directory
+    def __init__(self, scenario: Scenario, directory: Path, limit_s: float) -> None:
+        self._scenario, self._directory, self._limit_s = scenario, directory, limit_s
         self._run = _Run(scenario, directory)
         self._port = 0
         self._nobody: socket.socket | None = None
@@ -220,13 +230,15 @@ class _Stage:
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, env=environment
             )
+        started = time.monotonic()
         code = await self._exit_code()
+        seconds = round(time.monotonic() - started, 2)
         if self._run.training.done():
             self._run.training.result()  # or what the client did says nothing
         if code is not None:
             await self._check_end(code)
         said = log.read_bytes().decode(errors="replace")[-_SAID:]
-        return Result(scenario.name, tuple(observer.broken), code, said)
+        return Result(scenario.name, tuple(observer.broken), code, said, seconds)
 
     def _address(self) -> str:
         if self._scenario.address == "absent":
@@ -239,17 +251,19 @@ class _Stage:
         return f"127.0.0.1:{self._nobody.getsockname()[1]}"
 
     async def _exit_code(self) -> int | None:
-        limit = SLOW_CLIENT_S if self._scenario.slow else CLIENT_S
-        try:
-            return await asyncio.wait_for(self._process.wait(), limit)
-        except asyncio.TimeoutError:
+        ended = asyncio.create_task(self._process.wait())
+        broken = asyncio.create_task(self.observer.is_broken.wait())
+        await asyncio.wait({ended, broken}, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED)
+        broken.cancel()
+        if ended.done():
+            return ended.result()
+        if not self.observer.broken:
             counts = {kind: count for kind, count in self.observer.counts.items() if count}
-            self.observer.add("ends", f"an end within {limit:g} s, with exit code {self._scenario.expect.exit}", f"{counts}")
-            return None
-        finally:
-            if self._process.returncode is None:
-                self._process.kill()
-                await self._process.wait()
+            wanted = f"an end within {self._limit_s:g} s, with exit code {self._scenario.expect.exit}"
+            self.observer.add("ends", wanted, f"messages so far: {counts}")
+        self._process.kill()
+        await ended
+        return None
 
     async def _check_end(self, code: int) -> None:
         expect, observer = self._scenario.expect, self.observer

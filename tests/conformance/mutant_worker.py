@@ -32,7 +32,7 @@ BUGS = {
     "skips_a_number": "batch 2 is numbered 3",
     "skips_a_lease_number": "the second request for leases is numbered 3",
     "new_lease_number_on_resend": "a request for leases that is sent again has the next number",
-    "adopts_executions": "states whatever execution ID the newest header has",
+    "adopts_executions": "registers as a fresh process when it is told that its execution is over",
     "ignores_headers": "does not look at the execution ID of an answer",
     "retries_stale": "tries again after STALE_EXECUTION",
     "retries_everything": "tries again after every refusal",
@@ -130,8 +130,7 @@ class Worker:
             return response
 
     def check(self, header: pb.ResponseHeader) -> None:
-        if self.bug == "adopts_executions" or not self.pinned:
-            self.pinned = header.execution_id
+        self.pinned = self.pinned or header.execution_id
         if header.execution_id != self.pinned and self.bug != "ignores_headers":
             ends(10, "another controller answers", self.bug)
 
@@ -152,6 +151,7 @@ class Worker:
             return "again"
         if reason in ("STALE_EXECUTION", "SUPERSEDED"):
             if self.bug in ("retries_stale", "adopts_executions"):
+                self.pinned = "" if self.bug == "adopts_executions" else self.pinned
                 return "register"
             ends(10, reason, self.bug)
         if reason == "EXECUTION_ENDED" and metadata.get("end_reason") != "FAILURE":

@@ -40,7 +40,7 @@ async def run_all(scenarios: Sequence[Scenario], command: Sequence[str], jobs: i
 def report(results: Sequence[Result]) -> Iterator[str]:
     """The lines of a report for a person."""
     for result in results:
-        yield f"{'pass' if result.passed else 'FAIL'}  {result.scenario}"
+        yield f"{'pass' if result.passed else 'FAIL'}  {result.scenario} ({result.seconds:.1f} s)"
         for broken in result.broken:
             yield f"      rule {broken.rule}: expected {broken.expected}"
             yield f"        by {broken.message}"
