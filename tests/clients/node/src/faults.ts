@@ -29,16 +29,20 @@ export type Fault = { text: string } & (
   | { kind: "final"; code: number; resendFrom?: bigint } // end the process, unless there are batches from that number on
 );
 
-/** CANCELLED is what a server that goes down makes of its calls. */
-const UNREACHABLE = [status.UNAVAILABLE, status.DEADLINE_EXCEEDED, status.CANCELLED];
+/**
+ * Whether nobody answered. CANCELLED is what a server that goes down makes of its calls; of a connection that was closed under
+ * a call the library makes INTERNAL, which only its text tells from one that was sent.
+ */
+function isLost({ code, details }: ServiceError): boolean {
+  const lost = [status.UNAVAILABLE, status.DEADLINE_EXCEEDED, status.CANCELLED];
+  return lost.includes(code) || (code === status.INTERNAL && details.includes("triggered by internal client error"));
+}
 
 export function faultOf(error: ServiceError): Fault {
   const { info, delayMs } = detailsOf(error);
   const text = `${status[error.code]}${info ? ` (${info.reason})` : ""}: ${error.details}`;
   if (!info) {
-    return UNREACHABLE.includes(error.code)
-      ? { kind: "unreachable", text }
-      : { kind: "final", code: ExitCode.Failed, text };
+    return isLost(error) ? { kind: "unreachable", text } : { kind: "final", code: ExitCode.Failed, text };
   }
   switch (info.reason) {
     case "STALE_EXECUTION":
