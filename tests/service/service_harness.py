@@ -25,6 +25,7 @@ from google.protobuf import duration_pb2
 
 from cosmos_ctrl.checkpoints.claims import claim_execution
 from cosmos_ctrl.checkpoints.discovery import discover
+from cosmos_ctrl.checkpoints.names import check_artifact_names
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.core.agreement import Resumed
 from cosmos_ctrl.core.controller import Controller
@@ -150,6 +151,7 @@ class House:
             clock=self.clock,
             new_id=lambda: f"{identity.number:04x}{next(ids):028x}",
             record=lambda event, **values: self.journal.append({"event": event, **values}),
+            check_artifact_names=lambda names: check_artifact_names(names, path=""),
         )
         info = RunInfo(
             name="test",
