@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -21,6 +22,7 @@ type session struct {
 
 	registering sync.Mutex // one registration at a time
 	request     *pb.RegisterWorkerRequest
+	refused     *over // nobody asks again
 
 	mu          sync.Mutex
 	pinned      bool
@@ -60,6 +62,9 @@ func (s *session) check(header *pb.ResponseHeader) error {
 func (s *session) register(ctx context.Context, stale string) error {
 	s.registering.Lock()
 	defer s.registering.Unlock()
+	if s.refused != nil {
+		return s.refused
+	}
 	identity := s.identity()
 	if identity.SessionId != stale {
 		return nil
@@ -76,6 +81,7 @@ func (s *session) register(ctx context.Context, stale string) error {
 			break
 		}
 		if err := p.recover(ctx, faultOf(err)); err != nil {
+			errors.As(err, &s.refused)
 			return err
 		}
 	}

@@ -38,6 +38,7 @@ final class Session {
     private final RegisterWorkerRequest request;
     private final Registered registered;
     private final ReentrantLock registering = new ReentrantLock();
+    private ExitException refused; // guarded by registering: nobody asks again
     private boolean pinned;
     private WorkerIdentity identity;
 
@@ -69,6 +70,9 @@ final class Session {
     void register(String stale, CountDownLatch stopping) throws ExitException, InterruptedException {
         registering.lock();
         try {
+            if (refused != null) {
+                throw refused;
+            }
             if (!identity().getSessionId().equals(stale)) {
                 return;
             }
@@ -87,6 +91,9 @@ final class Session {
                 identity = identity.toBuilder().setSessionId(response.getSessionId()).build();
             }
             registered.on(response);
+        } catch (ExitException exit) {
+            refused = exit;
+            throw exit;
         } finally {
             registering.unlock();
         }
