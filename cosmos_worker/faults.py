@@ -2,7 +2,8 @@
 
 * Only what the controller's contract calls retryable is tried again: an unreachable controller, an elapsed deadline (the
   same request under the same number), a "later" with our ErrorInfo, a lapsed session. Everything else is final.
-* UNAVAILABLE and RESOURCE_EXHAUSTED with our ErrorInfo are the controller's; without it they are the library's.
+* UNAVAILABLE and RESOURCE_EXHAUSTED with our ErrorInfo are the controller's; without it they are the library's. "Later" is waited
+  for as long as the controller says, also for a reason that this client does not know.
 * Patience ends: a controller that gives no answer, or only "later", for the configured time is an error with that name.
 """
 
@@ -49,15 +50,19 @@ class Fault:
     """What the client does: send again; wait, then send again; register, then send again; raise."""
     error: Exception
     """What is raised if it comes to that."""
+    delay_s: float = status.RETRY_DELAY_S
+    """Of "later": seconds to wait at least, as the controller said."""
 
 
 def fault_of(error: grpc.RpcError) -> Fault:
     """Classify a failed call."""
-    known = status.from_rpc_error(error)
+    known, delay_s = status.from_rpc_error(error), status.retry_delay_s(error)
     if known is not None:
-        return Fault(_kind_of(known), known)
+        return Fault(_kind_of(known), known, delay_s or 0.0)
     code = error.code()
     text = f"{code.name}: {error.details()}"
+    if delay_s is not None:  # a reason newer than this client
+        return Fault("later", ProtocolError(text), delay_s)
     if code in _AGAIN or (code, error.details()) == _LOST_WRITE:
         return Fault("unreachable", ConnectionError(text))
     return Fault("final", ProtocolError(f"the call failed with {text}"))
@@ -124,4 +129,4 @@ class Patience:
         longest = min(self._config.backoff_max_s, self._config.backoff_first_s * 2.0 ** min(self.attempts, 30))
         self.attempts += 1
         delay = longest * (0.5 + 0.5 * self._jitter())
-        return max(delay, status.RETRY_DELAY_S) if fault.kind == "later" else delay
+        return max(delay, fault.delay_s) if fault.kind == "later" else delay

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -59,7 +60,7 @@ CODES: dict[type[ControlError], grpc.StatusCode] = {
     errors.InternalError: _Code.INTERNAL,
 }
 
-#: How long a client waits at least before it asks again, in seconds.
+#: How long a client is asked to wait at least before it asks again, in seconds.
 RETRY_DELAY_S = 0.2
 
 #: Most bytes of an error's attributes. The trailers hold them twice, once escaped to up to three times the size.
@@ -93,17 +94,38 @@ def to_status(error: ControlError) -> grpc.Status:
 
 
 def from_rpc_error(error: grpc.RpcError) -> ControlError | None:
-    """The domain error that a failed call carries; None when the status is the library's own."""
+    """The domain error that a failed call carries; None when the status is the library's own, or newer than this version."""
+    details = _details(error)
+    info = _info(details)
+    return None if info is None else _from_info(info)
+
+
+def retry_delay_s(error: grpc.RpcError) -> float | None:
+    """How long the controller asks to wait before the call is made again, in seconds, also for a reason that is newer than this
+    version; None when it does not say so: the call is not to be made again, or the status is the library's own."""
+    details = _details(error)
+    if _info(details) is None:
+        return None
+    for packed in details:
+        retry = error_details_pb2.RetryInfo()
+        if packed.Unpack(retry):
+            return float(retry.retry_delay.ToNanoseconds() / 1e9)
+    return None
+
+
+def _details(error: grpc.RpcError) -> Sequence[any_pb2.Any]:
     try:
         status = rpc_status.from_call(error)
     except ValueError:  # code or message of the trailer and the call differ: not written by us
-        return None
-    if status is None:
-        return None
-    for packed in status.details:
+        return ()
+    return () if status is None else status.details
+
+
+def _info(details: Sequence[any_pb2.Any]) -> error_details_pb2.ErrorInfo | None:
+    for packed in details:
         info = error_details_pb2.ErrorInfo()
         if packed.Unpack(info) and info.domain == DOMAIN:
-            return _from_info(info)
+            return info
     return None
 
 

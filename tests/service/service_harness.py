@@ -108,6 +108,7 @@ class House:
         prompts: int = 16,
         n_generation: int = 2,
         prompt_bytes: int = 0,
+        prompt_of: Callable[[int], Prompt] | None = None,
         ranks: int = 2,
         attach: bool = True,
         resume: bool = True,
@@ -132,7 +133,8 @@ class House:
         payload = b"p" * prompt_bytes if prompt_bytes else None
         sampling = Sampling(
             SeekableSampler(prompts, seed=3),
-            prompt_of=lambda index: Prompt(f"prompt-{index}", "test", payload, "raw" if payload else ""),
+            prompt_of=prompt_of
+            or (lambda index: Prompt(f"prompt-{index}", "test", payload, "raw" if payload else "")),
             completions_per_prompt=n_generation,
         )
         budget = prompts * n_generation
