@@ -62,7 +62,30 @@ class Client:
         return [str(path) if (path := self.directory / word).is_file() else word for word in self.run]
 
 
-CLIENTS = (Client(language="python", run=(sys.executable, "worker.py")),)
+CLIENTS = (
+    Client(language="python", run=(sys.executable, "worker.py")),
+    Client(
+        language="go",
+        build=("make", "--silent"),
+        run=("build/worker",),
+        tools=("make", "go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"),
+        install=(
+            "make golang-go golang-google-grpc-dev golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev "
+            "protobuf-compiler protoc-gen-go protoc-gen-go-grpc"
+        ),
+    ),
+    Client(
+        language="java",
+        build=("make", "--silent"),
+        run=("java", "-jar", "build/worker.jar"),
+        tools=("make", "javac", "jar", "java", "protoc", "grpc_java_plugin"),
+        install=(
+            "make default-jdk-headless libgrpc-java libprotobuf-java libnetty-java libguava-java libgoogle-gson-java "
+            "libperfmark-java libgeronimo-annotation-1.3-spec-java protobuf-compiler protobuf-compiler-grpc-java-plugin"
+        ),
+        quick=False,
+    ),
+)
 
 BY_LANGUAGE = {client.language: client for client in CLIENTS}
 
