@@ -1,4 +1,4 @@
-# One command each for people and CI: run, demo, test, bench, chaos, lint, typecheck, generate.
+# One command each for people and CI: run, demo, test, test-clients, bench, chaos, lint, typecheck, generate.
 #
 #   TORCH_INDEX=URL   take torch from that package index (PyTorch's CPU wheels, say) instead of pip's default one
 #   PYTHON=python3.12 create the environment with that interpreter (3.10 or newer)
@@ -11,7 +11,7 @@ ARGS ?=
 
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run demo test bench chaos lint typecheck generate clean
+.PHONY: run demo test test-clients bench chaos lint typecheck generate clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/cosmos-ctrl run $(ARGS)
@@ -21,6 +21,10 @@ demo: $(VENV)/.run-light
 
 test: $(VENV)/.test $(STUBS_VENV)/.ready lint typecheck
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+# The clients in every language, those too that take more than a minute to build, and the scenarios that take long.
+test-clients: $(VENV)/.test
+	COSMOS_TEST_CLIENTS=all $(VENV)/bin/python -m pytest tests/clients $(ARGS)
 
 bench: $(VENV)/.test
 	$(VENV)/bin/python tests/benchmarks/bench_ledger.py

@@ -42,6 +42,8 @@ class Client:
     """Programs that have to be on the PATH, as ``shutil.which`` finds them."""
     install: str = ""
     """What to install for them, for a person."""
+    lint: tuple[str, ...] = ()
+    """Command of the language's own formatter and linter, run in its directory after the build; empty: there is none."""
     quick: bool = True
     """Built within a minute, so `make test` has it; the others are in `make test-clients` only."""
     reports: str = "stream"
@@ -64,6 +66,23 @@ class Client:
 
 CLIENTS = (
     Client(language="python", run=(sys.executable, "worker.py")),
+    Client(
+        language="node",
+        build=("make", "--silent"),
+        run=("node", "build/src/main.js"),
+        tools=("make", "node", "npm"),
+        install="make nodejs npm",
+        lint=("npm", "run", "--silent", "lint"),
+    ),
+    Client(
+        language="cpp",
+        build=("sh", "-c", "cmake -S . -B build -DCMAKE_COMPILE_WARNING_AS_ERROR=ON && cmake --build build --parallel"),
+        run=("build/worker",),
+        tools=("cmake", "c++", "pkg-config", "protoc", "grpc_cpp_plugin"),
+        install="cmake g++ pkg-config libgrpc++-dev protobuf-compiler protobuf-compiler-grpc",
+        lint=("sh", "-c", "clang-format --dry-run --Werror src/*"),
+        reports="unary",
+    ),
     Client(
         language="go",
         build=("make", "--silent"),
