@@ -2,7 +2,7 @@
 
 * Every client is one directory here, and one line of `CLIENTS`: what builds it (run in its directory, offline where that can be),
   what starts one worker, and the tools that both need. What a build makes lies in the client's ``build/``.
-* A client that cannot be built here is unavailable and says why. Where that may not be (``CI=true``) it is a failure.
+* A client that cannot be built here is unavailable and says why: its tests are skipped, and fail with ``CI=true``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
+
+#: Whether what takes long is tested, too.
+ALL = os.environ.get("COSMOS_TEST_CLIENTS") == "all"
 
 #: Longest build, in seconds.
 BUILD_S = 600.0
@@ -106,8 +111,6 @@ CLIENTS = (
     ),
 )
 
-BY_LANGUAGE = {client.language: client for client in CLIENTS}
-
 
 @functools.cache
 def _build(client: Client) -> None:
@@ -130,6 +133,16 @@ def _build(client: Client) -> None:
         )
 
 
-def must_be_available() -> bool:
-    """Whether a client that cannot be built is a failure, as it is on CI."""
-    return os.environ.get("CI") == "true"
+def chosen() -> tuple[Client, ...]:
+    """The clients whose tests are run: the quick ones, or all of them with ``COSMOS_TEST_CLIENTS=all`` (`make test-clients`)."""
+    return tuple(client for client in CLIENTS if client.quick or ALL)
+
+
+def command_of(client: Client) -> list[str]:
+    """The command of one worker; where it cannot be built the test that asks is skipped and says why, and fails with ``CI=true``."""
+    try:
+        return client.command()
+    except UnavailableError as error:
+        if os.environ.get("CI") == "true":
+            pytest.fail(str(error))
+        pytest.skip(str(error))

@@ -108,6 +108,8 @@ class Observer:
         self.end_acknowledged = False
         self.told_to_leave = False
         """SIGTERM was sent."""
+        self.reports_by: set[str] = set()
+        """ "stream" or "unary": which RPC it reports by."""
         self.counts = dict.fromkeys(("register", "lease", "report", "heartbeat", "end"), 0)
         self._pinned, self._in_flight, self._prompt_of = execution_id, in_flight, prompt_of
         self._incarnation = ""
@@ -202,6 +204,7 @@ class Observer:
 
     def _heard_report(self, heard: Heard) -> None:
         message = heard.message
+        self.reports_by.add("stream" if isinstance(message, pb.StreamReportsRequest) else "unary")
         if not self._acked <= message.acked_through <= self._applied:
             self._broke("acked_through", f"from {self._acked} (said before) to {self._applied} (acknowledged)", heard)
         if not self.notices_confirmed <= message.notices_through <= self.notices_told:

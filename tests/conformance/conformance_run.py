@@ -58,6 +58,8 @@ class Result:
     """None: it did not end by itself."""
     said: str
     """The end of what the client wrote to standard output and standard error."""
+    reports_by: tuple[str, ...]
+    """ "stream", "unary" or both: which RPC it reported by, if it did."""
     seconds: float
     """Life of the client process, for a person; no rule looks at it."""
 
@@ -238,7 +240,7 @@ class _Stage:
         if code is not None:
             await self._check_end(code)
         said = log.read_bytes().decode(errors="replace")[-_SAID:]
-        return Result(scenario.name, tuple(observer.broken), code, said, seconds)
+        return Result(scenario.name, tuple(observer.broken), code, said, tuple(sorted(observer.reports_by)), seconds)
 
     def _address(self) -> str:
         if self._scenario.address == "absent":
