@@ -9,6 +9,8 @@ STUBS_VENV ?= .venv-stubs
 TORCH_INDEX ?=
 ARGS ?=
 
+CLIENT_TESTS = tests/clients tests/conformance/test_conformance_clients.py
+
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: run demo test test-clients bench chaos lint typecheck generate clean
@@ -24,7 +26,7 @@ test: $(VENV)/.test $(STUBS_VENV)/.ready lint typecheck
 
 # The clients in every language, those too that take more than a minute to build, and the scenarios that take long.
 test-clients: $(VENV)/.test
-	COSMOS_TEST_CLIENTS=all $(VENV)/bin/python -m pytest tests/clients $(ARGS)
+	COSMOS_TEST_CLIENTS=all $(VENV)/bin/python -m pytest $(CLIENT_TESTS) $(ARGS)
 
 bench: $(VENV)/.test
 	$(VENV)/bin/python tests/benchmarks/bench_ledger.py

@@ -65,7 +65,8 @@ class Client:
         Raises:
             UnavailableError: a tool is missing, or the build failed.
         """
-        _build(self)
+        if missing := _missing(self):
+            raise UnavailableError(missing)
         return [str(path) if (path := self.directory / word).is_file() else word for word in self.run]
 
 
@@ -85,7 +86,7 @@ CLIENTS = (
         run=("build/worker",),
         tools=("cmake", "c++", "pkg-config", "protoc", "grpc_cpp_plugin"),
         install="cmake g++ pkg-config libgrpc++-dev protobuf-compiler protobuf-compiler-grpc",
-        lint=("sh", "-c", "clang-format --dry-run --Werror src/*"),
+        lint=("sh", "-c", f"{Path(sys.executable).with_name('clang-format')} --dry-run --Werror src/*"),
         reports="unary",
     ),
     Client(
@@ -113,24 +114,26 @@ CLIENTS = (
 
 
 @functools.cache
-def _build(client: Client) -> None:
+def _missing(client: Client) -> str:
+    """Builds it; what is missing for that, empty if nothing is. Tried once, however it comes out."""
     missing = [tool for tool in client.tools if shutil.which(tool) is None]
     if missing:
-        raise UnavailableError(f"the {client.language} client needs {', '.join(missing)}: install {client.install}")
+        return f"the {client.language} client needs {', '.join(missing)}: install {client.install}"
     if not client.build:
-        return
+        return ""
     try:
         done = subprocess.run(
             client.build, cwd=client.directory, capture_output=True, text=True, timeout=BUILD_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UnavailableError(f"the {client.language} client is not built: {error}") from error
-    if done.returncode != 0:
-        said = (done.stdout + done.stderr)[-_SHOWN:]
-        raise UnavailableError(
-            f"the {client.language} client is not built: {' '.join(client.build)} ended with {done.returncode}; "
-            f"install {client.install}.\n{said}"
-        )
+        return f"the {client.language} client is not built: {error}"
+    if done.returncode == 0:
+        return ""
+    said = (done.stdout + done.stderr)[-_SHOWN:]
+    return (
+        f"the {client.language} client is not built: {' '.join(client.build)} ended with {done.returncode}; "
+        f"install {client.install}.\n{said}"
+    )
 
 
 def chosen() -> tuple[Client, ...]:

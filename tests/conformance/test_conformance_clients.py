@@ -22,9 +22,7 @@ def results_of(client: Client) -> dict[str, Result]:
     """What every scenario found of a client, by name; run once."""
     if client.language not in _found:
         command = command_of(client)
-        _found[client.language] = {
-            result.scenario: result for result in asyncio.run(run_all(SCENARIOS, command))
-        }
+        _found[client.language] = {result.scenario: result for result in asyncio.run(run_all(SCENARIOS, command))}
     return _found[client.language]
 
 
@@ -44,4 +42,4 @@ def test_a_client_reports_by_the_rpc_that_it_states(client: Client) -> None:
 def test_every_client_is_in_the_registry() -> None:
     clients = Path(__file__).parent.parent / "clients"
     directories = {path.name for path in clients.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))}
-    assert directories == {client.language for client in CLIENTS}
+    assert directories - {"googleapis"} == {client.language for client in CLIENTS}
