@@ -2,7 +2,7 @@
 
 * Every client is one directory here, and one line of `CLIENTS`: what builds it (run in its directory, offline where that can be),
   what starts one worker, and the tools that both need. What a build makes lies in the client's ``build/``.
-* A client that cannot be built here is unavailable and says why: its tests are skipped, and fail with ``CI=true``.
+* A client that cannot be built here is unavailable and says why. Where that may not be (``CI=true``) it is a failure.
 """
 
 from __future__ import annotations
@@ -15,12 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 HERE = Path(__file__).parent
-
-#: Whether what takes long is tested, too.
-ALL = os.environ.get("COSMOS_TEST_CLIENTS") == "all"
 
 #: Longest build, in seconds.
 BUILD_S = 600.0
@@ -47,6 +42,8 @@ class Client:
     """Programs that have to be on the PATH, as ``shutil.which`` finds them."""
     install: str = ""
     """What to install for them, for a person."""
+    lint: tuple[str, ...] = ()
+    """Command of the language's own formatter and linter, run in its directory after the build; empty: there is none."""
     quick: bool = True
     """Built within a minute, so `make test` has it; the others are in `make test-clients` only."""
     reports: str = "stream"
@@ -68,6 +65,8 @@ class Client:
 
 
 CLIENTS = (Client(language="python", run=(sys.executable, "worker.py")),)
+
+BY_LANGUAGE = {client.language: client for client in CLIENTS}
 
 
 @functools.cache
@@ -91,16 +90,6 @@ def _build(client: Client) -> None:
         )
 
 
-def chosen() -> tuple[Client, ...]:
-    """The clients whose tests are run: the quick ones, or all of them with ``COSMOS_TEST_CLIENTS=all`` (`make test-clients`)."""
-    return tuple(client for client in CLIENTS if client.quick or ALL)
-
-
-def command_of(client: Client) -> list[str]:
-    """The command of one worker; where it cannot be built the test that asks is skipped and says why, and fails with ``CI=true``."""
-    try:
-        return client.command()
-    except UnavailableError as error:
-        if os.environ.get("CI") == "true":
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+def must_be_available() -> bool:
+    """Whether a client that cannot be built is a failure, as it is on CI."""
+    return os.environ.get("CI") == "true"

@@ -28,7 +28,17 @@ DIRECTORY = Path(__file__).parent / "vectors" / "controller"
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["ControllerService"]
 _KEYS = {"name", "why", "run", "after", "exchanges", "state"}
-_EXCHANGE_KEYS = {"rpc", "request", "requests", "request_bytes", "response", "responses", "status", "pass_time_s", "write"}
+_EXCHANGE_KEYS = {
+    "rpc",
+    "request",
+    "requests",
+    "request_bytes",
+    "response",
+    "responses",
+    "status",
+    "pass_time_s",
+    "write",
+}
 
 #: Given, and written where a part of a message is not as expected.
 _ABSENT = object()
@@ -111,7 +121,9 @@ class Player:
         elif method.server_streaming:
             call = channel.unary_stream(path, response_deserializer=response.FromString)(encoded[0])
         else:
-            return [_plain(await soon(channel.unary_unary(path, response_deserializer=response.FromString)(encoded[0])))]
+            return [
+                _plain(await soon(channel.unary_unary(path, response_deserializer=response.FromString)(encoded[0])))
+            ]
         return [_plain(one) for one in await soon(_first(call, most, to_the_end="status" in exchange))]
 
     def _filled(self, value: Any) -> Any:

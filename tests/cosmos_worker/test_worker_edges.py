@@ -188,6 +188,7 @@ def test_patience_backs_off_with_jitter_and_ends():
         patience.pause(Fault("final", MalformedError(what="x")))
     floor = Patience(dataclasses.replace(config, backoff_first_s=0.001), "a", jitter=lambda: 0.0)
     assert floor.pause(Fault("later", RestoringError())) == 0.2
+    assert floor.pause(Fault("later", RestoringError(), delay_s=3.0)) == 3.0
 
 
 def test_another_controller_at_the_same_address_is_noticed_by_its_header(controller, options):

@@ -134,8 +134,7 @@ class House:
         payload = b"p" * prompt_bytes if prompt_bytes else None
         sampling = Sampling(
             SeekableSampler(prompts, seed=3),
-            prompt_of=prompt_of
-            or (lambda index: Prompt(f"prompt-{index}", "test", payload, "raw" if payload else "")),
+            prompt_of=prompt_of or (lambda index: Prompt(f"prompt-{index}", "test", payload, "raw" if payload else "")),
             completions_per_prompt=n_generation,
         )
         budget = prompts * n_generation
