@@ -89,7 +89,14 @@ class Agreement:
                     expected=checkpoint.manifest_digest,
                     found=digest,
                 )
-        files = open_artifacts(files_of, manifest, self._connection.place, path=path, telling=self._telling_damage)
+        files = open_artifacts(
+            files_of,
+            manifest,
+            self._connection.place,
+            path=path,
+            resharded=checkpoint.resharded,
+            telling=self._telling_damage,
+        )
         self.close()
         self._loaded, self._files = (manifest.metadata, digest), files
         return files

@@ -30,6 +30,8 @@ class ResumedCheckpoint:
     """``algorithm:hex``; empty when the application owns its checkpoints."""
     application_note: Any
     """The application's own JSON, decoded, as saved with the checkpoint; None if none."""
+    resharded: bool = False
+    """Whether trainers of another world size, mesh or sharding saved it; its random states are none of this world's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ def resume_from(response: pb.GetResumeStateResponse, run_directory: str) -> Resu
             metadata=metadata,
             manifest_digest=response.manifest_digest,
             application_note=json.loads(response.application_note) if response.application_note else None,
+            resharded=response.resharded,
         )
     limits = response.limits
     return Resume(

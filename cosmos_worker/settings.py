@@ -109,7 +109,12 @@ class WorkerPlace:
     @property
     def prefix(self) -> str:
         """Folder of this rank's artifacts in a checkpoint, with its slash."""
-        return f"{self.group}-{self.rank}/"
+        return rank_folder(self.group, self.rank)
+
+
+def rank_folder(group: str, rank: int) -> str:
+    """Folder of a trainer rank's artifacts in a checkpoint, with its slash."""
+    return f"{group}-{rank}/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -303,7 +303,8 @@ def test_another_dataset_and_another_topology_are_refused_and_both_named(run: Pa
     before = everything(run)
     with started(config) as controller:
         assert controller.exit_code() == ExitCode.CANNOT_RESUME
-        assert "differs in dataset, trainers" in controller.log
+        assert 'dataset: the checkpoint has "sha256:' in controller.log
+        assert "topology.policy.world_size: the checkpoint has 2, this run has 3" in controller.log
         assert not controller.ready_file.exists()
     assert everything(run) == before
 
