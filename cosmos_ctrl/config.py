@@ -118,11 +118,15 @@ class TrainSection(_Section):
     def _topology_fits(self) -> TrainSection:
         for key, declared in (("mesh", self.mesh), ("sharding", self.sharding)):
             if unknown := sorted(declared.keys() - self.trainers.keys()):
-                raise ValueError(f"{key} names {', '.join(unknown)}, and trainers has {', '.join(self.trainers)}")
+                raise ValueError(
+                    f"train.{key} names {', '.join(unknown)}, and train.trainers has {', '.join(self.trainers)}"
+                )
         for group, sizes in self.mesh.items():
             if math.prod(sizes.values()) != self.trainers[group]:
                 told = " × ".join(f"{name} {size}" for name, size in sizes.items())
-                raise ValueError(f"mesh of {group} is {told}, and trainers gives it {self.trainers[group]} ranks")
+                raise ValueError(
+                    f"train.mesh of {group} is {told}, and train.trainers gives it {self.trainers[group]} ranks"
+                )
         return self
 
     def topology(self) -> dict[str, Any]:
