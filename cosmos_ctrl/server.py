@@ -342,15 +342,14 @@ def _resumed(
     if found is None:
         # An application that owns its checkpoints keeps W with them, and its adapter says what it kept.
         return Resumed(metadata=metadata, repeat_bound_completions=getattr(adapter, "repeat_bound_completions", 0))
-    changes = topology.changes(found.manifest.compatibility)
-    for key, what in changes.items():
+    for key, what in topology.changes(found.manifest.compatibility).items():
         _log.info("resharding %s: %s", key, what)
     return Resumed(
         metadata=metadata,
         manifest_digest=found.manifest_digest,
         repeat_bound_completions=found.manifest.repeat_bound_completions,
         application_note=found.manifest.application_note,
-        resharded=bool(changes),
+        resharded_groups=topology.other_groups(found.manifest.compatibility),
     )
 
 

@@ -67,7 +67,7 @@ class Agreement:
                 connection.unary(connection.stub.SubmitReports, lambda worker: pb.SubmitReportsRequest(worker=worker))
             )
             raise ExecutionEndedError(end_reason="FAILURE", message=response.end.message)
-        self._resume = resume_from(response, self._run_directory)
+        self._resume = resume_from(response, self._run_directory, connection.place.group)
         return self._resume
 
     def artifacts(self, resume: Resume) -> Artifacts:

@@ -21,7 +21,7 @@ from cosmos_ctrl.checkpoints.digests import default_threads
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest
 from cosmos_ctrl.checkpoints.stores import Store
 from cosmos_ctrl.core.errors import ArtifactMissingError
-from cosmos_worker.settings import WorkerPlace, rank_folder
+from cosmos_worker.settings import WorkerPlace, rank_folder, rank_of
 from cosmos_worker.stamps import Stamp
 
 Telling = Callable[[], AbstractContextManager[object]]
@@ -123,7 +123,7 @@ def open_artifacts(
 
 
 def _ranks_of(manifest: CheckpointManifest, group: str, path: str) -> int:
-    saved = [entry.rank for entry in manifest.artifacts.values() if entry.group == group and entry.rank is not None]
+    saved = [rank for name in manifest.artifacts if (rank := rank_of(name, group)) is not None]
     if not saved:
         raise ArtifactMissingError(path=path, artifacts=(f"{group}-*",))
     return max(saved) + 1

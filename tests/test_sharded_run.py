@@ -238,7 +238,8 @@ def test_g3_a_declared_reshard_restores_four_ranks_on_two_and_two_on_four_to_the
         four_again = Outcome(state, trainers.restored(), trainers.steps())
 
     for before, after, step in ((four, two, 2), (two, four_again, 4)):
-        assert after.state.resharded
+        assert list(after.state.resharded_groups) == ["policy"]
+        assert all(line["resharded"] for line in after.restored)
         assert [line["step"] for line in after.restored] == [step] * len(after.steps)
         # Weights and momentum, gathered, on every rank of both worlds.
         assert {tensors(line) for line in after.restored} == set(before.tensors_at(step))

@@ -36,6 +36,12 @@ class Topology:
         """What is laid out otherwise than where a checkpoint with that record was saved; as `differences`."""
         return differences(compatibility.get(TOPOLOGY, _ABSENT), self.groups, TOPOLOGY)
 
+    def other_groups(self, compatibility: Mapping[str, Any]) -> tuple[str, ...]:
+        """Trainer groups that are laid out otherwise than where a checkpoint with that record was saved."""
+        recorded = compatibility.get(TOPOLOGY)
+        saved = recorded if isinstance(recorded, dict) else {}
+        return tuple(group for group, layout in self.groups.items() if not same_value(saved.get(group), layout))
+
     def refused(self, compatibility: Mapping[str, Any]) -> dict[str, str]:
         """Of the changes those that are not declared."""
         recorded = compatibility.get(TOPOLOGY, _ABSENT)

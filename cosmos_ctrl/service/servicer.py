@@ -81,7 +81,7 @@ class ControllerServicer(ControllerServiceServicer):
             response.metadata.CopyFrom(metadata_to_message(core.resumed.metadata))
             response.manifest_digest = core.resumed.manifest_digest
             response.application_note = core.resumed.application_note
-            response.resharded = core.resumed.resharded
+            response.resharded_groups.extend(core.resumed.resharded_groups)
             response.repeat_bound_completions = core.resumed.repeat_bound_completions
         if state.end is not None:
             response.end.CopyFrom(messages.end_to_message(*state.end, state.completed_training_steps))

@@ -398,7 +398,7 @@ class GetResumeStateResponse(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     REPEAT_BOUND_COMPLETIONS_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
-    RESHARDED_FIELD_NUMBER: builtins.int
+    RESHARDED_GROUPS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     run_uri: builtins.str
@@ -413,10 +413,6 @@ class GetResumeStateResponse(google.protobuf.message.Message):
     """The application's own JSON, as saved with the checkpoint; empty if none."""
     repeat_bound_completions: builtins.int
     """W: at most so many completions may repeat, those issued beyond the safe boundary when the checkpoint was cut."""
-    resharded: builtins.bool
-    """Whether the checkpoint was saved by trainers of another world size, mesh or sharding, which this run declares that it can load: a rank
-    reads what it needs of any rank's artifacts. False when fresh, and when the application owns its checkpoints.
-    """
     @property
     def header(self) -> Global___ResponseHeader:
         """Execution ID and revision."""
@@ -433,6 +429,12 @@ class GetResumeStateResponse(google.protobuf.message.Message):
     def end(self) -> Global___EndCommand:
         """Set in PHASE_ENDED and PHASE_FAILED."""
 
+    @property
+    def resharded_groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Trainer groups that were of another world size, mesh or sharding when the checkpoint was saved, which this run declares that it can
+        load: their ranks read what they need of any rank's artifacts. Empty when fresh, and when the application owns its checkpoints.
+        """
+
     def __init__(
         self,
         *,
@@ -447,10 +449,10 @@ class GetResumeStateResponse(google.protobuf.message.Message):
         limits: Global___Limits | None = ...,
         repeat_bound_completions: builtins.int = ...,
         end: Global___EndCommand | None = ...,
-        resharded: builtins.bool = ...,
+        resharded_groups: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_end", b"_end", "_metadata", b"_metadata", "end", b"end", "header", b"header", "limits", b"limits", "metadata", b"metadata"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_end", b"_end", "_metadata", b"_metadata", "application_note", b"application_note", "end", b"end", "execution_number", b"execution_number", "header", b"header", "limits", b"limits", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "phase", b"phase", "repeat_bound_completions", b"repeat_bound_completions", "resharded", b"resharded", "run", b"run", "run_uri", b"run_uri"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_end", b"_end", "_metadata", b"_metadata", "application_note", b"application_note", "end", b"end", "execution_number", b"execution_number", "header", b"header", "limits", b"limits", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "phase", b"phase", "repeat_bound_completions", b"repeat_bound_completions", "resharded_groups", b"resharded_groups", "run", b"run", "run_uri", b"run_uri"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_end", b"_end"]) -> typing.Literal["end"] | None: ...
     @typing.overload

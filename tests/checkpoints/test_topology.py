@@ -128,6 +128,7 @@ def test_g3_another_topology_is_refused_with_both_named_unless_it_may_be_reshard
         assert discover(store, compatibility=compatibility, on_corrupt=on_corrupt, topology=topology).chosen
         assert open_checkpoint(store, "checkpoints/c", compatibility=compatibility, topology=topology)
     assert Topology(present).changes({TOPOLOGY: RECORDED}).keys() == set(error.keys)
+    assert Topology(present).other_groups({TOPOLOGY: RECORDED}) == tuple(change)
 
 
 @pytest.mark.parametrize("reshard", [False, True])
@@ -135,6 +136,7 @@ def test_the_same_topology_is_the_same_resharded_or_not(reshard: bool, tmp_path:
     store, topology = committed(tmp_path), Topology(dict(reversed(RECORDED.items())), reshard=reshard)
     assert discover(store, compatibility=COMPATIBILITY, on_corrupt="error", topology=topology).chosen
     assert topology.changes({TOPOLOGY: RECORDED}) == {}
+    assert topology.other_groups({TOPOLOGY: RECORDED}) == ()
 
 
 @pytest.mark.parametrize(
@@ -162,9 +164,9 @@ def test_g3_a_checkpoint_that_records_no_topology_needs_the_declaration(recorded
     assert error.keys == ("topology",)
     had = "nothing" if recorded is None else json.dumps(recorded)
     assert error.differences[0].startswith(f"topology: the checkpoint has {had}, this run has {{")
-    assert discover(
-        store, compatibility=COMPATIBILITY, on_corrupt="error", topology=Topology(RECORDED, reshard=True)
-    ).chosen
+    declared = Topology(RECORDED, reshard=True)
+    assert discover(store, compatibility=COMPATIBILITY, on_corrupt="error", topology=declared).chosen
+    assert declared.other_groups({} if recorded is None else {TOPOLOGY: recorded}) == ("policy", "critic")
 
 
 def test_g3_what_is_not_the_topology_is_compared_whatever_is_resharded(tmp_path: Path) -> None:
