@@ -129,16 +129,6 @@ class TrainSection(_Section):
                 )
         return self
 
-    def topology(self) -> dict[str, Any]:
-        """By trainer group its world size, and mesh and sharding where they are declared; plain JSON values."""
-        groups: dict[str, Any] = {group: {"world_size": size} for group, size in self.trainers.items()}
-        for group, sizes in self.mesh.items():
-            # JSON objects have no order, and a mesh has.
-            groups[group]["mesh"] = [[name, size] for name, size in sizes.items()]
-        for group, sharding in self.sharding.items():
-            groups[group]["sharding"] = sharding
-        return groups
-
 
 class RolloutSection(_Section):
     """[rollout]"""
@@ -327,7 +317,8 @@ class Config(_Section):
 
     def topology(self) -> Topology:
         """How the trainers are laid out, and whether a checkpoint of another layout may be loaded."""
-        return Topology(self.train.topology(), reshard=self.checkpoints.reshard)
+        train = self.train
+        return Topology.of(train.trainers, train.mesh, train.sharding, reshard=self.checkpoints.reshard)
 
     def policy(self, *, deterministic: bool = False) -> RunPolicy:
         """What the core is told, with a sampler that is deterministic or is not."""

@@ -32,6 +32,24 @@ class Topology:
     reshard: bool = False
     """Whether a group of a checkpoint may have another world size, mesh or sharding. The groups are the same all the same."""
 
+    @classmethod
+    def of(
+        cls,
+        trainers: Mapping[str, int],
+        mesh: Mapping[str, Mapping[str, int]],
+        sharding: Mapping[str, str],
+        *,
+        reshard: bool,
+    ) -> Topology:
+        """From what is declared by trainer group: world size, sizes of the mesh's dimensions in order, and a word for the sharding."""
+        groups: dict[str, Any] = {group: {"world_size": size} for group, size in trainers.items()}
+        for group, sizes in mesh.items():
+            # JSON objects have no order, and a mesh has.
+            groups[group]["mesh"] = [[name, size] for name, size in sizes.items()]
+        for group, word in sharding.items():
+            groups[group]["sharding"] = word
+        return cls(groups, reshard=reshard)
+
     def changes(self, compatibility: Mapping[str, Any]) -> dict[str, str]:
         """What is laid out otherwise than where a checkpoint with that record was saved; as `differences`."""
         return differences(compatibility.get(TOPOLOGY, _ABSENT), self.groups, TOPOLOGY)

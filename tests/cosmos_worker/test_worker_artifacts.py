@@ -199,7 +199,7 @@ def saved_by(top: Path, ranks: int) -> CheckpointManifest:
         with Folder(top, rank).open("state.pt") as file:
             file.write(b"%d" % rank)
     # Of groups with names that begin alike.
-    for name in ("policy-9-0", "critic-8", "policy"):
+    for name in ("policy-0-9", "critic-8", "policy"):
         (top / name).mkdir()
         (top / name / "7").write_bytes(b"x")
     return manifest_of(top)
