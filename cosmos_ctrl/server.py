@@ -31,6 +31,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cosmos_ctrl.checkpoints.adapter import ManifestAdapter
 from cosmos_ctrl.checkpoints.claims import claim_execution, pin_resume
+from cosmos_ctrl.checkpoints.compatibility import TOPOLOGY, Topology
 from cosmos_ctrl.checkpoints.digests import parse_digest
 from cosmos_ctrl.checkpoints.discovery import list_checkpoints, path_in_run
 from cosmos_ctrl.checkpoints.names import check_artifact_names
@@ -83,7 +84,13 @@ class Application:
     """How it resumes; `ManifestAdapter` for checkpoints that are committed by a manifest. None: a legacy controller, which
     has no execution ID and no fence, claims nothing and publishes nothing."""
     compatibility: Mapping[str, Any] = field(default_factory=dict)
-    """What a resumed run must share with the one that saved: plain JSON values."""
+    """What a resumed run must share with the one that saved: plain JSON values. The topology of the trainers is the configuration's, and is
+    recorded and compared beside it."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when `compatibility` has the controller's own key."""
+        if TOPOLOGY in self.compatibility:
+            raise ValueError(f"compatibility has the key {TOPOLOGY!r}, which the controller writes; choose another one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,6 @@ def prompts_application(config: Config) -> Application:
         "dataset": dataset.fingerprint,
         "sampler": {"kind": "seekable", "shuffle": section.shuffle, "seed": section.seed},
         "n_generation": n_generation,
-        "trainers": dict(config.train.trainers),
         "application": config.checkpoints.compatibility,
     }
     return Application(
@@ -234,6 +240,8 @@ def _open_run(config: Config, application: Application) -> _Opened:
     probe_conditional_puts(store)
     note = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": round(time.time(), 3)}
     number = claim_execution(store, execution_id=execution_id, note=note)
+    if isinstance(application.adapter, ManifestAdapter):
+        application.adapter.topology = config.topology()
     request = ResumeRequest(TrainRequest(config.train.resume, config.location))
     metadata = load_resume_metadata(application.adapter, request, owner=sampling.owner_name)
     resumed_from = _path_to_pin(store, metadata.checkpoint_path) if metadata else None
@@ -257,7 +265,7 @@ async def _restore_run(config: Config, application: Application, opened: _Opened
         opened.identity,
         opened.sampling,
         start,
-        _resumed(application.adapter, opened.metadata),
+        _resumed(application.adapter, opened.metadata, config.topology()),
         replay=replay,
         clock=time.monotonic,
         new_id=lambda: secrets.token_hex(16),
@@ -270,6 +278,7 @@ async def _restore_run(config: Config, application: Application, opened: _Opened
         uri=_uri_of(config),
         sampling_owner=opened.sampling.owner_name,
         compatibility=application.compatibility,
+        topology=config.topology(),
         on_corrupt=config.checkpoints.on_corrupt,
         max_record_bytes=config.replay.max_record_bytes,
         retention=config.checkpoints.retention(),
@@ -324,18 +333,23 @@ async def _say_health(servicer: Any, status: Any) -> None:
         await servicer.set(name, status)
 
 
-def _resumed(adapter: ControllerResumeAdapter | None, metadata: ControllerResumeMetadata | None) -> Resumed | None:
+def _resumed(
+    adapter: ControllerResumeAdapter | None, metadata: ControllerResumeMetadata | None, topology: Topology
+) -> Resumed | None:
     if metadata is None:
         return None
     found = adapter.found if isinstance(adapter, ManifestAdapter) else None
     if found is None:
         # An application that owns its checkpoints keeps W with them, and its adapter says what it kept.
         return Resumed(metadata=metadata, repeat_bound_completions=getattr(adapter, "repeat_bound_completions", 0))
+    for key, what in topology.changes(found.manifest.compatibility).items():
+        _log.info("resharding %s: %s", key, what)
     return Resumed(
         metadata=metadata,
         manifest_digest=found.manifest_digest,
         repeat_bound_completions=found.manifest.repeat_bound_completions,
         application_note=found.manifest.application_note,
+        resharded_groups=topology.other_groups(found.manifest.compatibility),
     )
 
 

@@ -157,7 +157,8 @@ class Trainer:
         return self._agreement.resume()
 
     def artifacts(self, resume: Resume) -> Artifacts:
-        """This rank's files of the checkpoint, verified, open for reading, by the names they were saved under.
+        """This rank's files of the checkpoint, verified, open for reading, by the names they were saved under. When it is resharded,
+        they are of the rank that ``stamp.rank`` of the answer says.
 
         They are closed by `confirm`, at the latest. When something is damaged or missing, the controller is told (it
         records that, and ends) before the error is raised.

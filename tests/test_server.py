@@ -546,3 +546,14 @@ async def test_an_adapters_error_propagates_as_it_is(tmp_path):
     )
     with pytest.raises(ZeroDivisionError, match="mine"):
         await serve(config, application, on_ready=pytest.fail)
+
+
+def test_an_application_cannot_write_the_topology_itself():
+    with pytest.raises(ValueError, match="'topology', which the controller writes"):
+        Application(
+            sampler=SeekableSampler(4),
+            prompt_of=lambda index: Prompt(str(index)),
+            budget_completions=8,
+            adapter=None,
+            compatibility={"topology": {"policy": {"world_size": 1}}},
+        )

@@ -17,6 +17,7 @@ from typing import Any
 from cosmos_ctrl.checkpoints import artifacts as stored
 from cosmos_ctrl.checkpoints import digests
 from cosmos_ctrl.checkpoints.artifacts import Artifact
+from cosmos_ctrl.checkpoints.compatibility import TOPOLOGY, Topology, differences, plain_compatibility
 from cosmos_ctrl.checkpoints.document import (
     MAX_MANIFEST_BYTES,
     ManifestDocument,
@@ -25,7 +26,6 @@ from cosmos_ctrl.checkpoints.document import (
     decode_document,
     encode_document,
     not_a_manifest,
-    plain_compatibility,
 )
 from cosmos_ctrl.checkpoints.names import MANIFEST_NAME, check_artifact_names
 from cosmos_ctrl.checkpoints.stores import Entry, Store
@@ -42,7 +42,6 @@ from cosmos_ctrl.core.errors import (
     CheckpointUncommittedError,
 )
 from cosmos_ctrl.core.resume import ControllerResumeMetadata, require_count
-from cosmos_ctrl.core.state import same_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +111,29 @@ class CheckpointManifest:
         """``sha256:hex`` over `to_bytes`."""
         return digests.digest_bytes(self.to_bytes())
 
-    def check_compatibility(self, expected: Mapping[str, Any], *, path: str) -> None:
+    def check_compatibility(
+        self, expected: Mapping[str, Any] | None, *, path: str, topology: Topology | None = None
+    ) -> None:
         """Compare with what this run has, by typed value.
 
+        Args:
+            expected: plain JSON values; None: not compared.
+            path: the checkpoint, for the error.
+            topology: compared with the record's own part; None: that part is compared as the rest is.
+
         Raises:
-            CheckpointIncompatibleError: they differ; it names the keys.
+            CheckpointIncompatibleError: they differ; it names the keys and both values.
             TypeError: `expected` holds what JSON cannot carry.
         """
-        wanted = plain_compatibility(expected)
-        keys = tuple(
-            sorted(
-                key
-                for key in wanted.keys() | self.compatibility.keys()
-                if key not in wanted
-                or key not in self.compatibility
-                or not same_value(wanted[key], self.compatibility[key])
-            )
-        )
-        if keys:
-            raise CheckpointIncompatibleError(path=path, keys=keys)
+        recorded, found = dict(self.compatibility), {}
+        if topology is not None:
+            found = topology.refused(recorded)
+            recorded.pop(TOPOLOGY, None)
+        if expected is not None:
+            found |= differences(recorded, plain_compatibility(expected))
+        if found:
+            told = tuple(f"{key}: {what}" for key, what in sorted(found.items()))
+            raise CheckpointIncompatibleError(path=path, keys=tuple(sorted(found)), differences=told)
 
     @classmethod
     def publish(
@@ -184,7 +187,7 @@ class CheckpointManifest:
         Raises:
             CheckpointNotFoundError, CheckpointUncommittedError, UnknownSchemaError: there is nothing (known) to load.
             UnsafeNameError, ArtifactMissingError, ArtifactUnexpectedError, CheckpointDamagedError: it is not what was committed.
-            CheckpointIncompatibleError: compatibility differs; it names the keys.
+            CheckpointIncompatibleError: compatibility differs; it names the keys and both values.
             StorageUnavailableError: it could not be read.
         """
         checkpoint, path = _checkpoint_at(root)

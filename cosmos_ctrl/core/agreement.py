@@ -26,6 +26,8 @@ class Resumed:
     manifest_digest: str = ""
     repeat_bound_completions: int = 0
     application_note: str = ""
+    resharded_groups: tuple[str, ...] = ()
+    """Trainer groups that were of another world size, mesh or sharding when it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,6 +178,25 @@ def test_g3_the_state_of_another_rank_step_or_execution_is_refused(trained: Trai
     assert everything(trained.parts()) == before
 
 
+def test_g3_another_worlds_random_states_are_left_alone_and_all_else_is_checked_and_restored(
+    trained: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = through_a_file(capture(trained.parts(), STAMP))
+    again = Training()
+    expected = dataclasses.replace(STAMP, resharded=True)
+    before = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
+    assert restore(state, again.parts(), expected) == STAMP
+    assert before == (random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes())
+    assert "random states are not restored" in caplog.text
+    assert torch.equal(again.model[0].weight, trained.model[0].weight)
+    assert again.scheduler.state_dict() == trained.scheduler.state_dict()
+    # Which world reads is no part of the stamp, and lets no other one in.
+    assert expected.values() == STAMP.values()
+    state["stamp"]["steps"] += 1
+    with pytest.raises(StateError, match="steps: expected 3, found 4"):
+        restore(state, again.parts(), expected)
+
+
 def test_a_stamp_is_compared_by_type() -> None:
     assert STAMP.differences(STAMP.values()) == []
     assert STAMP.differences(STAMP.values() | {"rank": True}) == ["rank: expected 1, found True"]

@@ -94,6 +94,24 @@ def publish(run: Path, controller, *, rank: int = 0, content: bytes = b"model", 
     return directory
 
 
+@pytest.mark.parametrize("groups", [["policy", "critic"], ["critic"], []])
+def test_a_rank_beyond_those_that_saved_loads_what_it_is_dealt_where_its_group_is_resharded(
+    groups, controller, options, run
+):
+    publish(run, controller)
+    controller.resume_state.resharded_groups.extend(groups)
+    with Trainer.from_env(**options(group="policy", rank=1, world_size=2)) as trainer:
+        resume = trainer.resume()
+        assert resume.checkpoint.resharded is ("policy" in groups)
+        if not resume.checkpoint.resharded:
+            with pytest.raises(ArtifactMissingError, match="policy-1/"):
+                trainer.artifacts(resume)
+            return
+        with trainer.artifacts(resume) as files:
+            assert files["state.pt"].read() == b"model"
+            assert (files.stamp.rank, files.stamp.resharded) == (0, True)
+
+
 def test_the_loop_of_the_quickstart(controller, options, run):
     publish(run, controller)
     work = {7: 0b111, 8: 0b1}
