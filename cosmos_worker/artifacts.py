@@ -3,13 +3,15 @@
 * A mapping is handed out only when every artifact of the rank is sound; otherwise everything is closed again. They are verified side by
   side, since hashing releases the interpreter lock.
 * Another rank's artifacts are opened, and verified, when they are asked for: what is saved once for all is somebody's.
+* What no execution saved (a script published it, or it was imported) is no rank's: every rank finds all of it, under whole names, and each
+  file is opened, and verified, when it is looked up.
 * Damaged, missing and foreign are told apart from unreadable: an I/O error says nothing about the content.
 * What is found to be wrong, in this rank's artifacts or another's, at once or later, is told before it is raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -93,6 +95,35 @@ class Artifacts(Mapping[str, BinaryIO]):
         self._others.clear()
 
 
+class _Unranked(Artifacts):
+    """The artifacts of a checkpoint that no execution saved."""
+
+    def __init__(self, names: Iterable[str], stamp: Stamp, open_file: Callable[[str], BinaryIO]) -> None:
+        super().__init__({}, stamp, self._no_rank, self._no_stamp)
+        self._names, self._open_file = tuple(sorted(names)), open_file
+
+    def __getitem__(self, name: str) -> BinaryIO:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._files:
+            self._files[name] = self._open_file(name)
+        return self._files[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _no_rank(self, rank: int) -> Artifacts:
+        raise ValueError(
+            f"rank is {rank}, but no rank saved this checkpoint: its artifacts are {', '.join(self._names)}"
+        )
+
+    def _no_stamp(self, name: str, stamp: object) -> None:
+        raise ValueError(f"{name} has no stamp to check: no rank saved it")
+
+
 def open_artifacts(
     checkpoint: Store,
     manifest: CheckpointManifest,
@@ -117,9 +148,33 @@ def open_artifacts(
         ArtifactMissingError, CheckpointDamagedError: one is not what was committed, or there is none.
         StorageUnavailableError: one could not be read.
     """
+    if not manifest.execution_number:
+        return _open_unranked(checkpoint, manifest, place.rank, path, telling)
     ranks = _ranks_of(manifest, place.group, path) if resharded else place.world_size
     saved = _Saved(checkpoint, manifest, place.group, ranks, path, resharded, telling)
     return saved.open_rank(place.rank % ranks)
+
+
+def _open_unranked(
+    checkpoint: Store, manifest: CheckpointManifest, rank: int, path: str, telling: Telling
+) -> Artifacts:
+    def open_file(name: str) -> BinaryIO:
+        with telling():
+            return open_verified(checkpoint, name, manifest.artifacts[name], path=path)
+
+    return _Unranked(manifest.artifacts, _stamp(manifest, rank, resharded=True), open_file)
+
+
+def _stamp(manifest: CheckpointManifest, rank: int, *, resharded: bool) -> Stamp:
+    metadata = manifest.metadata
+    return Stamp(
+        rank=rank,
+        steps=metadata.completed_training_steps,
+        updates=metadata.completed_optimizer_updates,
+        execution_id=manifest.execution_id,
+        checkpoint_id=metadata.checkpoint_id,
+        resharded=resharded,
+    )
 
 
 def _ranks_of(manifest: CheckpointManifest, group: str, path: str) -> int:
@@ -143,15 +198,8 @@ class _Saved:
 
     def open_rank(self, rank: int) -> Artifacts:
         """The artifacts of one of them, verified."""
-        folder, metadata = rank_folder(self.group, rank), self.manifest.metadata
-        stamp = Stamp(
-            rank=rank,
-            steps=metadata.completed_training_steps,
-            updates=metadata.completed_optimizer_updates,
-            execution_id=self.manifest.execution_id,
-            checkpoint_id=metadata.checkpoint_id,
-            resharded=self.resharded,
-        )
+        folder = rank_folder(self.group, rank)
+        stamp = _stamp(self.manifest, rank, resharded=self.resharded)
 
         def check_stamp(name: str, found: object) -> None:
             with self.telling():

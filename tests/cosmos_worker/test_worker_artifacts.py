@@ -40,7 +40,7 @@ def place(rank: int) -> WorkerPlace:
     return WorkerPlace(role="trainer", group="policy", rank=rank, world_size=2)
 
 
-def manifest_of(directory: Path) -> CheckpointManifest:
+def manifest_of(directory: Path, *, execution: int = 1) -> CheckpointManifest:
     """Of everything that lies there."""
     files = {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     metadata = ControllerResumeMetadata(
@@ -54,7 +54,13 @@ def manifest_of(directory: Path) -> CheckpointManifest:
         checkpoint_id="c",
     )
     artifacts = {name: Artifact(len(data), digest_bytes(data), 0, "policy") for name, data in files.items()}
-    return CheckpointManifest(metadata=metadata, artifacts=artifacts, compatibility={})
+    return CheckpointManifest(
+        metadata=metadata,
+        artifacts=artifacts,
+        compatibility={},
+        execution_number=execution,
+        execution_id="this" if execution else "",
+    )
 
 
 class Folder:
@@ -95,6 +101,36 @@ def test_a_ranks_artifacts_are_its_own_and_anothers_when_they_are_asked_for(two:
     assert all(file.closed for file in every)
 
 
+@pytest.mark.parametrize("resharded", [False, True])
+def test_what_no_execution_saved_is_every_ranks_and_verified_when_it_is_looked_up(two: Path, resharded: bool) -> None:
+    manifest, store = manifest_of(two, execution=0), LocalStore(two)
+    told: list[BaseException] = []
+
+    @contextmanager
+    def telling() -> Iterator[None]:
+        try:
+            yield
+        except CheckpointDamagedError as error:
+            told.append(error)
+            raise
+
+    (two / "policy-1/part2.pt").write_bytes(b"1-1" * 100)
+    for rank in range(2):
+        with open_artifacts(store, manifest, place(rank), path="c", resharded=resharded, telling=telling) as files:
+            assert sorted(files) == sorted(manifest.artifacts)
+            file = files["policy-1/part3.pt"]
+            assert file.read() == b"1-3" * 100
+            assert files["policy-1/part3.pt"] is file
+            assert "part3.pt" not in files
+            for use in (lambda: files.of_rank(1), lambda: files.check_stamp("policy-1/part3.pt", {})):
+                with pytest.raises(ValueError, match="no rank saved"):
+                    use()
+            with pytest.raises(CheckpointDamagedError, match="part2"):
+                _ = files["policy-1/part2.pt"]
+            assert len(told) == rank + 1
+        assert file.closed
+
+
 def test_artifacts_are_verified_side_by_side(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_artifacts, "default_threads", lambda: 5)
     together = threading.Barrier(5)
@@ -131,13 +167,13 @@ def test_one_that_is_not_sound_closes_all(
         files.of_rank(1)
 
 
-STAMP = {"rank": 1, "steps": 1, "updates": 1, "execution_id": "", "checkpoint_id": "c"}
+STAMP = {"rank": 1, "steps": 1, "updates": 1, "execution_id": "this", "checkpoint_id": "c"}
 
 
 def test_a_saves_stamp_is_known_again(two: Path) -> None:
     manifest = manifest_of(two)
     # As any format brings it back.
-    loaded = json.loads(json.dumps(Stamp(rank=1, steps=1, updates=1, execution_id="", checkpoint_id="c").values()))
+    loaded = json.loads(json.dumps(Stamp(rank=1, steps=1, updates=1, execution_id="this", checkpoint_id="c").values()))
     assert loaded == STAMP
     with open_artifacts(LocalStore(two), manifest, place(1), path="c") as files:
         assert files.stamp.values() == STAMP
