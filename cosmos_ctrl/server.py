@@ -44,7 +44,7 @@ from cosmos_ctrl.core.errors import ResumeMetadataMismatch, UnsafeNameError
 from cosmos_ctrl.core.execution import ExecutionIdentity
 from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.replay import Doubt, Replay, ReplayRecord, restore
-from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata
+from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata, require_count
 from cosmos_ctrl.core.samplers import SeekableSampler
 from cosmos_ctrl.core.sampling import Prompt, ResumeRequest, Sampling, TrainRequest, load_resume_metadata
 from cosmos_ctrl.exits import ExitCode
@@ -329,13 +329,36 @@ def _resumed(adapter: ControllerResumeAdapter | None, metadata: ControllerResume
         return None
     found = adapter.found if isinstance(adapter, ManifestAdapter) else None
     if found is None:
-        # An application that owns its checkpoints keeps W with them, and its adapter says what it kept.
-        return Resumed(metadata=metadata, repeat_bound_completions=getattr(adapter, "repeat_bound_completions", 0))
+        return _resumed_from_own_format(adapter, metadata)
     return Resumed(
         metadata=metadata,
         manifest_digest=found.manifest_digest,
         repeat_bound_completions=found.manifest.repeat_bound_completions,
+        horizon_training_steps=found.manifest.horizon_training_steps,
         application_note=found.manifest.application_note,
+    )
+
+
+def _resumed_from_own_format(adapter: ControllerResumeAdapter | None, metadata: ControllerResumeMetadata) -> Resumed:
+    """An application that owns its checkpoints keeps W and the horizon with them, and its adapter says what it kept.
+
+    Raises:
+        TypeError, ValueError: what it says is no count.
+    """
+    repeats = getattr(adapter, "repeat_bound_completions", None)
+    if repeats is None:
+        # Nobody knows what was issued beyond the boundary; more than what remains it cannot be.
+        repeats = metadata.remaining_completions
+        _log.warning(
+            "%s does not say what may repeat (repeat_bound_completions): taken as all that remains, %d completions",
+            type(adapter).__name__,
+            repeats,
+        )
+    horizon = getattr(adapter, "horizon_training_steps", None)
+    return Resumed(
+        metadata=metadata,
+        repeat_bound_completions=require_count("the adapter's repeat_bound_completions", repeats),
+        horizon_training_steps=None if horizon is None else require_count("the adapter's horizon_training_steps", horizon),
     )
 
 

@@ -115,6 +115,12 @@ class Controller:
 
         metadata = resumed.metadata if resumed else None
         restored_steps = metadata.completed_training_steps if metadata else 0
+        kept_horizon = resumed.horizon_training_steps if resumed else None
+        planned = restored_steps + policy.steps_for(sampling.groups_in(start.remaining_completions))
+        if policy.max_training_steps is not None:
+            planned = min(planned, policy.max_training_steps)
+        self.horizon_training_steps = planned if kept_horizon is None else kept_horizon
+        """Steps that the lineage was planned to take when it began: a schedule made for them does not change with a restart."""
         leader_group, leader_rank = policy.leader
         ranks = tuple(Place("trainer", group, 0, rank) for group, size in policy.trainer_groups for rank in range(size))
 
@@ -193,7 +199,9 @@ class Controller:
             on_weights=self._announce,
             on_end=self._end_worker,
         )
-        self.training.finish_if_nothing_is_left()
+        settled_groups = replay.settled_groups if replay else 0
+        groups_left = sampling.groups_in(start.remaining_completions) - settled_groups
+        self.training.finish_if_nothing_is_left(groups_left)
         if replay is not None and self.lifecycle.ending is None:
             self._replay(replay)
 
