@@ -358,7 +358,9 @@ def _resumed_from_own_format(adapter: ControllerResumeAdapter | None, metadata: 
     return Resumed(
         metadata=metadata,
         repeat_bound_completions=require_count("the adapter's repeat_bound_completions", repeats),
-        horizon_training_steps=None if horizon is None else require_count("the adapter's horizon_training_steps", horizon),
+        horizon_training_steps=None
+        if horizon is None
+        else require_count("the adapter's horizon_training_steps", horizon),
     )
 
 

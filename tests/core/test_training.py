@@ -164,7 +164,9 @@ def test_the_tail_waits_unsettled_in_the_final_checkpoint(settles: str) -> None:
     save = run.next_save()
     assert save.final
     # The tail, and what was trained beyond it, lie beyond the boundary.
-    assert (save.boundary.remaining_completions, save.window_completions) == ((2, 2) if settles == "the last group" else (6, 6))
+    assert (save.boundary.remaining_completions, save.window_completions) == (
+        (2, 2) if settles == "the last group" else (6, 6)
+    )
     assert (run.house.settled("trained"), run.house.reasons()) == (4, [])
     run.save(save)
     end = run.next_end()
