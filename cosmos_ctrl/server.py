@@ -441,14 +441,17 @@ async def _run_to_end(runtime: Runtime, linger_s: float, signals: _Signals) -> N
 
 
 async def _linger(runtime: Runtime, linger_s: float, signals: _Signals) -> None:
-    """Wait until every worker has heard of the end. One that is over from the start waits for its trainer ranks to come and ask, however
-    early others come; a signal ends that. One that failed does not wait for ranks that never came."""
+    """Wait until every worker has heard of the end. One that is over from the start, or before its ranks agreed because of what one of them
+    restored, waits for its trainer ranks to come and ask, however early others come; a signal ends that. One that failed otherwise does not
+    wait for ranks that never came."""
     loop = asyncio.get_running_loop()
     controller, deadline = runtime.controller, loop.time() + linger_s
     nobody_asks = controller.lifecycle.end is not None and controller.lifecycle.end[0] == "STOP_REQUESTED"
-    expected = controller.commands.ranks if controller.lifecycle.failure is None else ()
+    expected = controller.commands.ranks if controller.tells_latecomers else ()
     while (left := deadline - loop.time()) > 0:
-        came = list(controller.workers) and all(controller.workers.at(rank) for rank in expected)
+        came = list(controller.workers) and all(
+            controller.workers.at(rank) or rank in controller.turned_away for rank in expected
+        )
         if controller.everyone_knows and (nobody_asks or signals.after_the_end or came):
             return
         await runtime.revisions.beyond(runtime.revisions.current, left)

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import IO
 
 from cosmos_ctrl.core.errors import ResumeMetadataMismatch

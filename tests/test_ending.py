@@ -21,11 +21,11 @@ from typing import Any
 
 import ending_rank
 import pytest
-from controller_process import ControllerProcess, Worker, serving, write_config
+from controller_process import ControllerProcess, Worker, refused, serving, write_config
 
 from cosmos_ctrl.checkpoints.discovery import discover
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
-from cosmos_ctrl.core.errors import ControlError
+from cosmos_ctrl.core.errors import ResumeMetadataMismatch
 from cosmos_ctrl.exits import ExitCode
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_worker.errors import EXIT_ENDED
@@ -264,6 +264,23 @@ def test_g3_a_mismatch_is_answered_first_and_ends_every_rank_in_seconds_also_wit
             assert "agreed" not in rank.said
         assert controller.exit_code() == ExitCode.RESUME_MISMATCH
         assert steps(controller.run) == [1]
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_g3_a_rank_that_comes_after_the_mismatch_hears_of_it_too(damage: bool, saved: Path, tmp_path: Path) -> None:
+    with serving(run_on(saved, tmp_path)) as controller:
+        early = Worker(controller, pb.ROLE_TRAINER, 1, 2)
+        if damage:
+            damaged = pb.DamagedArtifact(name="policy-1/state.pt", explanation="sha256 differs")
+            request = pb.ConfirmResumeRequest(worker=early.identity, damaged=damaged)
+            early.stub.ConfirmResume(request, timeout=DEADLINE_S)
+            error = refused(early.confirm)
+        else:
+            error = refused(lambda: early.confirm(completed_optimizer_updates=2))
+        late = refused(lambda: Worker(controller, pb.ROLE_TRAINER, 0, 2))
+        assert str(late) == str(error)
+        assert ("sha256 differs" in str(error)) if damage else isinstance(error, ResumeMetadataMismatch)
+        assert controller.exit_code() == (ExitCode.DAMAGE_FOUND if damage else ExitCode.RESUME_MISMATCH)
 
 
 def test_g9_a_rank_that_hangs_in_a_collective_is_ended_by_its_clients_own_thread(saved: Path, tmp_path: Path) -> None:

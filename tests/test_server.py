@@ -343,7 +343,7 @@ def test_a_mismatch_reaches_every_rank_and_the_process_says_so(tmp_path, trained
 
 
 def test_damage_that_a_rank_finds_is_recorded_and_the_next_execution_errs_or_passes_over(tmp_path, trained):
-    config = go_on(trained, tmp_path)
+    config = go_on(trained, tmp_path, server={"linger_s": 0.5})
     with serving(config) as controller:
         damaged = controller.state().metadata
         worker = Worker(controller, pb.ROLE_TRAINER, 0, 2)

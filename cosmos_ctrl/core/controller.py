@@ -109,6 +109,9 @@ class Controller:
         self._effects: list[Effect] = []
         self._settled_counts = {"trained": 0, "discarded": 0, "recorded": 0}
         self.replay_doubts = 0
+        self.turned_away: set[Place] = set()
+        """Trainer ranks that came after the failure, and heard of it."""
+        self._damage_reported = False
         self._stop_deadline: float | None = None
         self._gate_deadline = clock() + policy.gate_timeout_s
         self._first_group = identity.number * _GROUPS_PER_EXECUTION + 1
@@ -212,6 +215,12 @@ class Controller:
         """Whether the execution is over and every connected worker has heard so."""
         return self.lifecycle.over and all(worker.ended or worker.told for worker in self.workers if worker.session)
 
+    @property
+    def tells_latecomers(self) -> bool:
+        """Whether trainer ranks may still be on their way that should hear why it is over: what ended it did not need them all."""
+        failure = self.lifecycle.failure
+        return failure is None or isinstance(failure, ResumeMetadataMismatch) or self._damage_reported
+
     def take_effects(self) -> list[Effect]:
         """What the edge has to do, once each."""
         effects, self._effects = self._effects, []
@@ -257,6 +266,9 @@ class Controller:
         """Open a session. An ID is checked if stated; a process that states none is told it."""
         if execution_id:
             self.pass_fence(execution_id)
+        if self.lifecycle.failure is not None and info.place in self.commands.ranks:
+            self.turned_away.add(info.place)
+            self.lifecycle.touch()
         self._raise_failure(None)
         trainer = info.place.role == "trainer"
         if trainer and info.place not in self.commands.ranks:
@@ -325,6 +337,7 @@ class Controller:
         if self.resumed is None:
             raise NotAllowedError(what=f"{worker.place} reports damage in a run that resumed from nothing")
         path = self.resumed.metadata.checkpoint_path
+        self._damage_reported = True
         self._effects.append(RecordDamage(path, artifact, explanation))
         self.lifecycle.fail(f"{worker.place} found {artifact} of {path} damaged: {explanation}")
 
