@@ -274,6 +274,14 @@ async def _restore_run(config: Config, application: Application, opened: _Opened
         max_record_bytes=config.replay.max_record_bytes,
         retention=config.checkpoints.retention(),
     )
+    resumed, planned = controller.resumed, controller.planned_training_steps(application.budget_completions)
+    if resumed is not None and resumed.horizon_training_steps not in (None, planned):
+        _log.warning(
+            "the run was planned for %d training steps when it began, where the configuration gives %d: its budget and its horizon stay "
+            "as they were; with train.resume = false a lineage with the new ones begins",
+            resumed.horizon_training_steps,
+            planned,
+        )
     if spared := controller.statistics().spared_completions:
         _log.info("%d completions beyond the boundary are settled already and not generated again", spared)
     return Runtime(controller, info, opened.store)

@@ -258,12 +258,13 @@ def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path):
     assert len(list(again.run.glob("checkpoints/*"))) == 4
 
 
-def test_a_finished_run_started_again_tells_its_workers(tmp_path, trained):
-    with serving(go_on(trained, tmp_path, train={"max_steps": 2})) as again:
+@pytest.mark.parametrize("limit", [2, 1, 0])
+def test_g8_a_run_started_again_at_its_limit_or_past_it_tells_its_workers(tmp_path, trained, limit):
+    with serving(go_on(trained, tmp_path, train={"max_steps": limit})) as again:
         workers = Workers(again)
         end = workers.to_the_end()
-        assert end.reason == pb.END_REASON_STEP_LIMIT
-        assert "nothing to do" in end.message
+        assert (end.reason, end.completed_training_steps) == (pb.END_REASON_STEP_LIMIT, 2)
+        assert end.message == f"nothing to do: at step 2, the limit is {limit}"
         assert again.exit_code() == ExitCode.ENDED
         assert len(again.manifests()) == 2
 

@@ -119,10 +119,12 @@ class Controller:
         metadata = resumed.metadata if resumed else None
         restored_steps = metadata.completed_training_steps if metadata else 0
         kept_horizon = resumed.horizon_training_steps if resumed else None
-        planned = restored_steps + policy.steps_for(sampling.groups_in(start.remaining_completions))
-        if policy.max_training_steps is not None:
-            planned = min(planned, policy.max_training_steps)
-        self.horizon_training_steps = planned if kept_horizon is None else kept_horizon
+        self._groups_in = sampling.groups_in
+        self.horizon_training_steps = (
+            self.planned_training_steps(start.remaining_completions, after=restored_steps)
+            if kept_horizon is None
+            else kept_horizon
+        )
         """Steps that the lineage was planned to take when it began: a schedule made for them does not change with a restart."""
         leader_group, leader_rank = policy.leader
         ranks = tuple(Place("trainer", group, 0, rank) for group, size in policy.trainer_groups for rank in range(size))
@@ -209,6 +211,11 @@ class Controller:
             self._replay(replay)
 
     # -- state
+
+    def planned_training_steps(self, completions: int, *, after: int = 0) -> int:
+        """Steps after so many more completions than `after` steps took, if none is discarded; no more than the hard limit."""
+        planned, limit = after + self.policy.steps_for(self._groups_in(completions)), self.policy.max_training_steps
+        return planned if limit is None else min(planned, limit)
 
     @property
     def everyone_knows(self) -> bool:
