@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from typing import IO
 
 from cosmos_ctrl.core.errors import ResumeMetadataMismatch
@@ -40,7 +41,7 @@ def misbehave(mode: str) -> None:
     """In the middle of writing an artifact."""
     if mode == "full":
         raise OSError(errno.ENOSPC, "No space left on device")
-    if mode == "hang":
+    if mode in ("hang", "stuck"):
         threading.Event().wait()
 
 
@@ -77,7 +78,9 @@ def hang_in_a_collective() -> None:
 
 
 def run(mode: str) -> None:
-    with Trainer.from_env(config=CONFIG) as trainer:
+    # One that is stuck is not ended by its client for long.
+    config = replace(CONFIG, end_grace_s=60.0) if mode == "stuck" else CONFIG
+    with Trainer.from_env(config=config) as trainer:
         resume = trainer.resume()
         state = {"steps": 0, "updates": 0}
         if resume.checkpoint:

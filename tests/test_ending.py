@@ -155,11 +155,6 @@ def test_a_signal_to_one_rank_saves_at_the_real_step_zero_too_and_the_first_reas
 # -- the last save goes wrong
 
 
-def end_with(controller: ControllerProcess) -> None:
-    """Two steps' work; the first step's checkpoint is committed and the last save begun when the ranks say so."""
-    Worker(controller, pb.ROLE_ROLLOUT).rollout(4)
-
-
 def kill_one(controller: ControllerProcess, leader: Rank, other: Rank) -> str:
     other.process.kill()
     return "was not heard for"
@@ -167,7 +162,16 @@ def kill_one(controller: ControllerProcess, leader: Rank, other: Rank) -> str:
 
 def kill_the_controller(controller: ControllerProcess, leader: Rank, other: Rank) -> str:
     controller.process.kill()
+    other.wait_for("an answer of the controller")
+    other.process.send_signal(signal.SIGTERM)  # as torchrun does once a sibling has ended
+    other.wait_for("SIGTERM after the end")
     return ""
+
+
+def end_the_sibling(controller: ControllerProcess, leader: Rank, other: Rank) -> str:
+    assert other.exit_code() == 1
+    leader.process.send_signal(signal.SIGTERM)
+    return nothing_more(controller, leader, other)
 
 
 def pause_one(controller: ControllerProcess, leader: Rank, other: Rank) -> str:
@@ -196,19 +200,23 @@ def signal_twice(controller: ControllerProcess, leader: Rank, other: Rank) -> st
 
 
 @pytest.mark.parametrize(
-    ("mode", "happens", "codes"),
+    ("modes", "happens", "codes"),
     [
-        ("full", nothing_more, (EXIT_ENDED, 1)),
-        ("hang", kill_one, (EXIT_ENDED, KILLED)),
-        ("hang", pause_one, (EXIT_ENDED, EXIT_ENDED)),
-        ("hang", kill_the_controller, (EXIT_ENDED, EXIT_ENDED)),
-        ("hang", run_out_of_grace, (EXIT_ENDED, EXIT_ENDED)),
-        ("hang", signal_twice, (EXIT_ENDED, EXIT_ENDED)),
+        (("", "full"), nothing_more, (EXIT_ENDED, 1)),
+        (("stuck", "full"), end_the_sibling, (EXIT_ENDED, 1)),
+        (("", "hang"), kill_one, (EXIT_ENDED, KILLED)),
+        (("", "hang"), pause_one, (EXIT_ENDED, EXIT_ENDED)),
+        (("", "stuck"), kill_the_controller, (EXIT_ENDED, EXIT_ENDED)),
+        (("", "hang"), run_out_of_grace, (EXIT_ENDED, EXIT_ENDED)),
+        (("", "hang"), signal_twice, (EXIT_ENDED, EXIT_ENDED)),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_g4_g9_a_last_save_that_fails_publishes_nothing_and_everyone_ends_with_a_cause(
-    mode: str, happens: Callable[[ControllerProcess, Rank, Rank], str], codes: tuple[int, int], tmp_path: Path
+    modes: tuple[str, str],
+    happens: Callable[[ControllerProcess, Rank, Rank], str],
+    codes: tuple[int, int],
+    tmp_path: Path,
 ) -> None:
     config = write_config(
         tmp_path,
@@ -216,15 +224,17 @@ def test_g4_g9_a_last_save_that_fails_publishes_nothing_and_everyone_ends_with_a
         workers={"session_ttl_s": 1.5},
         server={"linger_s": 1.0},
     )
-    with serving(config) as controller, two_ranks(controller, ("", mode)) as (leader, other):
-        end_with(controller)
-        other.wait_for("writing")
+    with serving(config) as controller, two_ranks(controller, modes) as (leader, other):
+        # Two steps' work: the first step's checkpoint is committed when the last save has begun.
+        Worker(controller, pb.ROLE_ROLLOUT).rollout(4)
+        for rank in (leader, other):
+            rank.wait_for("writing")
         cause = happens(controller, leader, other)
         assert (leader.exit_code(), other.exit_code()) == codes, f"{leader.said}\n{other.said}"
         assert controller.exit_code() == (ExitCode.FAILED if cause else KILLED)
         assert cause in controller.log
         assert "Traceback" not in leader.said
-        if mode == "hang" and happens not in (kill_one, signal_twice):
+        if happens in (pause_one, run_out_of_grace):
             assert "The main thread did not come back" in other.said
         assert steps(controller.run) == [1]
         compatibility = controller.manifests()[0]["compatibility"]
@@ -246,9 +256,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_on(saved: Path, directory: Path) -> Path:
     shutil.copytree(saved / "run", directory / "run")
-    return write_config(
-        directory, workers={"session_ttl_s": 2.0}
-    )  # a rank that says nothing hears something every third of it
+    # A rank that says nothing hears something every third of it.
+    return write_config(directory, workers={"session_ttl_s": 2.0})
 
 
 def test_g3_a_mismatch_is_answered_first_and_ends_every_rank_in_seconds_also_without_asserts(

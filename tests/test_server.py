@@ -181,9 +181,10 @@ def test_sigterm_ends_in_a_checkpoint_at_the_real_step(tmp_path):
         assert manifest["metadata"]["remaining_completions"] == 8
 
 
-def test_sigterm_before_anything_was_trained_ends_with_nothing(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_anything_was_trained_ends_with_nothing(tmp_path, number):
     with serving(write_config(tmp_path, server={"linger_s": 0.2})) as controller:
-        controller.signal(signal.SIGTERM)
+        controller.signal(number)
         assert controller.exit_code() == ExitCode.ENDED
         assert controller.manifests() == []
 
