@@ -23,7 +23,7 @@ from cosmos_worker.trainer import Trainer
 
 CONFIG = ClientConfig(
     call_s=5.0,
-    connect_total_s=1.5,
+    connect_total_s=1.0,
     poll_s=0.5,
     confirm_total_s=30.0,
     idle_total_s=30.0,

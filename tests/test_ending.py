@@ -222,7 +222,7 @@ def test_g4_g9_a_last_save_that_fails_publishes_nothing_and_everyone_ends_with_a
         tmp_path,
         train={"max_steps": 2, "stop_grace_s": 0.5 if happens is run_out_of_grace else 20.0},
         workers={"session_ttl_s": 1.5},
-        server={"linger_s": 1.0},
+        server={"linger_s": 0.5},
     )
     with serving(config) as controller, two_ranks(controller, modes) as (leader, other):
         # Two steps' work: the first step's checkpoint is committed when the last save has begun.
