@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -581,3 +584,42 @@ def test_a_digest_that_cannot_be_made_is_known_before_the_first_save(options, mo
     monkeypatch.setitem(sys.modules, "blake3", None)
     with pytest.raises(ModuleNotFoundError, match="pip install blake3"):
         Trainer.from_env(**options(config=ClientConfig(digest="blake3")))
+
+
+def test_signals_that_the_application_handles_itself_stay_its_own(controller, fresh):
+    def mine(*_):
+        pytest.fail("nobody sends it")
+
+    controller.commands = [end()]
+    signal.signal(signal.SIGUSR1, mine)
+    try:
+        with fresh() as trainer:
+            assert signal.getsignal(signal.SIGUSR1) is mine
+            signal.raise_signal(signal.SIGTERM)
+            controller.until(lambda: controller.stops == ["SIGTERM to trainer policy/0/0"])
+            assert list(trainer.commands()) == []
+        assert signal.getsignal(signal.SIGUSR1) is mine
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("why", ["the wakeup descriptor is taken", "another thread"])
+def test_signals_that_the_trainer_cannot_hear_are_left_as_they_are(controller, fresh, why):
+    def enter() -> None:
+        with fresh():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    if why == "another thread":
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(enter).result(10)
+        return
+    one, other = socket.socketpair()
+    with one, other:
+        other.setblocking(False)
+        signal.set_wakeup_fd(other.fileno())
+        try:
+            enter()
+        finally:
+            assert signal.set_wakeup_fd(-1) == other.fileno()
