@@ -47,6 +47,7 @@ class Rank:
             "RANK": str(rank),
             "WORLD_SIZE": "2",
             "MEETING": str(controller.run.parent / "meeting"),
+            "GO": str(controller.run.parent / "go"),
             "GRPC_VERBOSITY": "NONE",
             "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
         }
@@ -90,6 +91,15 @@ def two_ranks(
             rank.process.wait()
 
 
+def generate(controller: ControllerProcess, ranks: tuple[Rank, Rank], groups: int) -> Worker:
+    """The work of so many groups, once the ranks agree: before, there is none."""
+    for rank in ranks:
+        rank.wait_for("agreed")
+    rollout = Worker(controller, pb.ROLE_ROLLOUT)
+    assert len(rollout.rollout(groups)) == groups
+    return rollout
+
+
 def steps(run: Path) -> list[int]:
     return [m["metadata"]["completed_training_steps"] for m in _manifests(run)]
 
@@ -112,12 +122,9 @@ def newest(run: Path, compatibility: dict[str, Any]) -> int:
 def test_a_signal_to_one_rank_saves_at_the_real_step_zero_too_and_the_first_reason_wins(tmp_path: Path) -> None:
     config = write_config(tmp_path, checkpoints={"every_steps": 0}, train={"max_steps": 3})
     with serving(config) as controller, two_ranks(controller, ("", "fork")) as (leader, other):
-        rollout = Worker(controller, pb.ROLE_ROLLOUT)
-        for rank in (leader, other):
-            rank.wait_for("agreed")
+        rollout = generate(controller, (leader, other), 1)  # ready, too little for a step, and outstanding
         # What it forked off is terminated, and that is none of the run's business.
         assert f"children: [{-signal.SIGTERM}]" in other.said
-        rollout.rollout(1)  # ready, too little for a step, and outstanding
         other.process.send_signal(signal.SIGUSR1)
         watch = controller.stub.WatchRun(pb.WatchRunRequest(), timeout=DEADLINE_S)
         assert any(response.state.phase != pb.PHASE_RUNNING for response in watch)
@@ -134,8 +141,7 @@ def test_a_signal_to_one_rank_saves_at_the_real_step_zero_too_and_the_first_reas
     # The limit is another one now, and the schedule's horizon is not.
     config = write_config(tmp_path, checkpoints={"every_steps": 0}, train={"max_steps": 50})
     with serving(config) as controller, two_ranks(controller) as (leader, other):
-        rollout = Worker(controller, pb.ROLE_ROLLOUT)
-        rollout.rollout(3)
+        rollout = generate(controller, (leader, other), 3)
         for rank in (leader, other):
             rank.wait_for("step 1")
             assert "horizon: 3" in rank.said
@@ -226,9 +232,10 @@ def test_g4_g9_a_last_save_that_fails_publishes_nothing_and_everyone_ends_with_a
     )
     with serving(config) as controller, two_ranks(controller, modes) as (leader, other):
         # Two steps' work: the first step's checkpoint is committed when the last save has begun.
-        Worker(controller, pb.ROLE_ROLLOUT).rollout(4)
+        generate(controller, (leader, other), 4)
         for rank in (leader, other):
             rank.wait_for("writing")
+        (tmp_path / "go").touch()
         cause = happens(controller, leader, other)
         assert (leader.exit_code(), other.exit_code()) == codes, f"{leader.said}\n{other.said}"
         assert controller.exit_code() == (ExitCode.FAILED if cause else KILLED)
@@ -249,7 +256,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint of step 1 that these ranks can read."""
     directory = tmp_path_factory.mktemp("saved")
     with serving(write_config(directory, train={"max_steps": 1})) as controller, two_ranks(controller) as ranks:
-        Worker(controller, pb.ROLE_ROLLOUT).rollout(2)
+        generate(controller, ranks, 2)
         assert [rank.exit_code() for rank in ranks] == [0, 0]
     return directory
 
