@@ -98,8 +98,9 @@ class TrainSection(_Section):
     """Prompt groups in one training step."""
     max_steps: _Count | None = None
     """Hard limit; counts replayed steps."""
-    tail: Literal["train", "discard"] = "train"
-    """What becomes of groups that are too few for a whole step when the budget is exhausted."""
+    tail: Literal["train", "discard", "wait"] = "train"
+    """What becomes of groups that are too few for a whole step when the budget is exhausted. They wait in the final checkpoint, and come
+    again in an execution with another `tail` or smaller steps."""
     stop_grace_s: _Seconds = 120.0
     """Time to finish in after a stop was requested."""
     step_timeout_s: _Seconds = 3600.0

@@ -45,7 +45,7 @@ from cosmos_ctrl.core.errors import ResumeMetadataMismatch, UnsafeNameError
 from cosmos_ctrl.core.execution import ExecutionIdentity
 from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.replay import Doubt, Replay, ReplayRecord, restore
-from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata
+from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata, require_count
 from cosmos_ctrl.core.samplers import SeekableSampler
 from cosmos_ctrl.core.sampling import Prompt, ResumeRequest, Sampling, TrainRequest, load_resume_metadata
 from cosmos_ctrl.exits import ExitCode
@@ -283,6 +283,14 @@ async def _restore_run(config: Config, application: Application, opened: _Opened
         max_record_bytes=config.replay.max_record_bytes,
         retention=config.checkpoints.retention(),
     )
+    resumed, planned = controller.resumed, controller.planned_training_steps(application.budget_completions)
+    if resumed is not None and resumed.horizon_training_steps not in (None, planned):
+        _log.warning(
+            "the run was planned for %d training steps when it began, where the configuration gives %d: its budget and its horizon stay "
+            "as they were; with train.resume = false a lineage with the new ones begins",
+            resumed.horizon_training_steps,
+            planned,
+        )
     if spared := controller.statistics().spared_completions:
         _log.info("%d completions beyond the boundary are settled already and not generated again", spared)
     return Runtime(controller, info, opened.store)
@@ -340,16 +348,41 @@ def _resumed(
         return None
     found = adapter.found if isinstance(adapter, ManifestAdapter) else None
     if found is None:
-        # An application that owns its checkpoints keeps W with them, and its adapter says what it kept.
-        return Resumed(metadata=metadata, repeat_bound_completions=getattr(adapter, "repeat_bound_completions", 0))
+        return _resumed_from_own_format(adapter, metadata)
     for key, what in topology.changes(found.manifest.compatibility).items():
         _log.info("resharding %s: %s", key, what)
     return Resumed(
         metadata=metadata,
         manifest_digest=found.manifest_digest,
         repeat_bound_completions=found.manifest.repeat_bound_completions,
+        horizon_training_steps=found.manifest.horizon_training_steps,
         application_note=found.manifest.application_note,
         resharded_groups=topology.other_groups(found.manifest.compatibility),
+    )
+
+
+def _resumed_from_own_format(adapter: ControllerResumeAdapter | None, metadata: ControllerResumeMetadata) -> Resumed:
+    """An application that owns its checkpoints keeps W and the horizon with them, and its adapter says what it kept.
+
+    Raises:
+        TypeError, ValueError: what it says is no count.
+    """
+    repeats = getattr(adapter, "repeat_bound_completions", None)
+    if repeats is None:
+        # Nobody knows what was issued beyond the boundary; more than what remains it cannot be.
+        repeats = metadata.remaining_completions
+        _log.warning(
+            "%s does not say what may repeat (repeat_bound_completions): taken as all that remains, %d completions",
+            type(adapter).__name__,
+            repeats,
+        )
+    horizon = getattr(adapter, "horizon_training_steps", None)
+    return Resumed(
+        metadata=metadata,
+        repeat_bound_completions=require_count("the adapter's repeat_bound_completions", repeats),
+        horizon_training_steps=None
+        if horizon is None
+        else require_count("the adapter's horizon_training_steps", horizon),
     )
 
 
@@ -430,14 +463,17 @@ async def _run_to_end(runtime: Runtime, linger_s: float, signals: _Signals) -> N
 
 
 async def _linger(runtime: Runtime, linger_s: float, signals: _Signals) -> None:
-    """Wait until every worker has heard of the end. One that is over from the start waits for its trainer ranks to come and ask, however
-    early others come; a signal ends that. One that failed does not wait for ranks that never came."""
+    """Wait until every worker has heard of the end. One that is over from the start, or before its ranks agreed because of what one of them
+    restored, waits for its trainer ranks to come and ask, however early others come; a signal ends that. One that failed otherwise does not
+    wait for ranks that never came."""
     loop = asyncio.get_running_loop()
     controller, deadline = runtime.controller, loop.time() + linger_s
     nobody_asks = controller.lifecycle.end is not None and controller.lifecycle.end[0] == "STOP_REQUESTED"
-    expected = controller.commands.ranks if controller.lifecycle.failure is None else ()
+    expected = controller.commands.ranks if controller.tells_latecomers else ()
     while (left := deadline - loop.time()) > 0:
-        came = list(controller.workers) and all(controller.workers.at(rank) for rank in expected)
+        came = list(controller.workers) and all(
+            controller.workers.at(rank) or rank in controller.turned_away for rank in expected
+        )
         if controller.everyone_knows and (nobody_asks or signals.after_the_end or came):
             return
         await runtime.revisions.beyond(runtime.revisions.current, left)

@@ -55,6 +55,9 @@ class Resume:
     """Hard limit, replayed steps included; None: no limit."""
     repeat_bound_completions: int
     """At most so many completions are trained that the restored model has been trained on before."""
+    horizon_training_steps: int
+    """Training steps that the run was planned to take when it began: what a schedule is made for. The same after every restart, though
+    repeats may take a few steps more, and discards fewer."""
 
 
 def resume_from(response: pb.GetResumeStateResponse, run_directory: str, group: str) -> Resume:
@@ -91,6 +94,7 @@ def resume_from(response: pb.GetResumeStateResponse, run_directory: str, group: 
         execution_id=response.header.execution_id,
         max_training_steps=limits.max_training_steps if limits.HasField("max_training_steps") else None,
         repeat_bound_completions=response.repeat_bound_completions,
+        horizon_training_steps=response.horizon_training_steps,
     )
 
 

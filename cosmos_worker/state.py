@@ -203,6 +203,11 @@ def _misfits(part: Stateful, saved: Any) -> list[str]:
         sizes = [len(group["params"]) for group in groups]
         wanted = [len(group["params"]) for group in part.param_groups]
         return [] if sizes == wanted else [f"it has groups of {sizes} parameters, and the optimizer of {wanted}"]
+    if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+        # Torch takes a state without it, and starts the schedule from where this one happens to stand.
+        return (
+            [] if isinstance(saved, dict) and "last_epoch" in saved else ["it lacks the schedule's place, 'last_epoch'"]
+        )
     here = part.state_dict()
     if not isinstance(part, torch.nn.Module):
         return ["its state is empty"] if here and not saved else []

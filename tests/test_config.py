@@ -114,7 +114,7 @@ WRONG = [
     ("run", "journal", '"yes"', "'yes'", "boolean"),
     ("train", "groups_per_step", "0", "0", "greater than or equal to 1"),
     ("train", "max_steps", "-1", "-1", "greater than or equal to 0"),
-    ("train", "tail", '"drop"', "'drop'", "'train' or 'discard'"),
+    ("train", "tail", '"drop"', "'drop'", "'train', 'discard' or 'wait'"),
     ("train", "trainers", "{}", "{}", "at least 1 item"),
     ("train", "trainers", "{policy = 0}", "0", "greater than or equal to 1"),
     ("train", "trainers", "{'' = 1}", "''", "at least 1 character"),

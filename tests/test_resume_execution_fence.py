@@ -217,7 +217,7 @@ def test_g3_a_rank_refuses_content_that_another_rank_step_or_execution_wrote_und
 
 
 def test_damage_in_another_ranks_shard_is_told_by_whoever_reads_it(run: Path) -> None:
-    config = write_config(run.parent)
+    config = write_config(run.parent, server={"linger_s": 0.5})
     damaged = checkpoint_of(run, 2) / "policy-1/state.pt"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b" ")
     with serving(config) as controller:

@@ -149,6 +149,7 @@ class ManifestDocument(_Strict):
     execution_id: str
     parent: ParentDocument | None
     repeat_bound_completions: Count
+    horizon_training_steps: Count | None
     application_note: str
 
     @classmethod
@@ -168,6 +169,7 @@ class ManifestDocument(_Strict):
             execution_id=manifest.execution_id,
             parent=ParentDocument(**asdict(parent)) if parent else None,
             repeat_bound_completions=manifest.repeat_bound_completions,
+            horizon_training_steps=manifest.horizon_training_steps,
             application_note=manifest.application_note,
         )
 

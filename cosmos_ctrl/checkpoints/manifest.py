@@ -62,6 +62,8 @@ class CheckpointManifest:
     """What it descends from; None when its execution started fresh."""
     repeat_bound_completions: int = 0
     """W: completions issued beyond the safe boundary when the checkpoint was cut."""
+    horizon_training_steps: int | None = None
+    """Steps that the lineage was planned to take when it began; None: nobody said."""
     application_note: str = ""
     """A JSON object of the application's own, at most 64 KiB; empty if none."""
 
@@ -80,6 +82,8 @@ class CheckpointManifest:
         object.__setattr__(self, "compatibility", plain_compatibility(self.compatibility))
         require_count("execution_number", self.execution_number)
         require_count("repeat_bound_completions", self.repeat_bound_completions)
+        if self.horizon_training_steps is not None:
+            require_count("horizon_training_steps", self.horizon_training_steps)
         if (self.execution_number == 0) != (self.execution_id == ""):
             raise ValueError("execution_number and execution_id are both given, or neither (0 and empty)")
         check_note(self.application_note)
@@ -147,6 +151,7 @@ class CheckpointManifest:
     ) -> CheckpointManifest:
         """Commit the checkpoint in `root`, whose artifacts are written and closed. For scripts: hashes and fsyncs them itself.
 
+        What was issued beyond the boundary a script does not say, so W is all that remains.
         A second publication of the same succeeds; of anything else it is a conflict.
 
         Args:
@@ -169,7 +174,12 @@ class CheckpointManifest:
         # Before the long part: what cannot be published should not cost hashing first.
         stored.check_closed_set(_entries(checkpoint, path), dict.fromkeys(names), path=path)
         measured = stored.measure_durably(checkpoint, names, algorithm=algorithm, threads=None)
-        manifest = cls(metadata=located(metadata, path), artifacts=measured, compatibility=wanted)
+        manifest = cls(
+            metadata=located(metadata, path),
+            artifacts=measured,
+            compatibility=wanted,
+            repeat_bound_completions=metadata.remaining_completions,
+        )
         publish_from_receipts(checkpoint, manifest)
         return manifest
 

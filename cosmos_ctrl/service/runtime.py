@@ -283,6 +283,7 @@ class Runtime:
             execution_id=self.controller.identity.id,
             parent=self._parent(save),
             repeat_bound_completions=save.window_completions,
+            horizon_training_steps=self.controller.horizon_training_steps,
             application_note=save.application_note,
         )
 

@@ -76,6 +76,7 @@ class ControllerServicer(ControllerServiceServicer):
             execution_number=core.identity.number,
             phase=pb.Phase.Value(f"PHASE_{state.phase}"),
             limits=self._limits(),
+            horizon_training_steps=core.horizon_training_steps,
         )
         if core.resumed is not None:
             response.metadata.CopyFrom(metadata_to_message(core.resumed.metadata))
@@ -244,7 +245,13 @@ class ControllerServicer(ControllerServiceServicer):
             response.train.CopyFrom(messages.train_to_message(command, core.dp_size(identity.session_id)))
         elif isinstance(command, Save):
             owner = self._runtime.info.sampling_owner
-            response.save.CopyFrom(messages.save_to_message(command, owner, core.identity.number))
+            message = messages.save_to_message(
+                command,
+                owner,
+                execution_number=core.identity.number,
+                horizon_training_steps=core.horizon_training_steps,
+            )
+            response.save.CopyFrom(message)
         elif isinstance(command, End):
             response.end.CopyFrom(messages.end_command_to_message(command))
         return response

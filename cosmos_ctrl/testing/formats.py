@@ -145,6 +145,7 @@ class _Format:
             metadata=metadata,
             final=final,
             repeat_bound_completions=count + 10,
+            horizon_training_steps=count + 20,
         )
         self._saves.append(work)
         return work
@@ -202,8 +203,8 @@ def _expect_back(under: _Format, expect: Expectations, what: str, work: SaveWork
         return
     if not found.checkpoint_path:
         expect.broke("checkpoint_path is empty, expected where the checkpoint lies")
-    repeats = getattr(adapter, "repeat_bound_completions", None)
-    expect.equal("the adapter's repeat_bound_completions after load_metadata", repeats, work.repeat_bound_completions)
+    for name in ("repeat_bound_completions", "horizon_training_steps"):
+        expect.equal(f"the adapter's {name} after load_metadata", getattr(adapter, name, None), getattr(work, name))
     _expect_restored(under, expect, adapter, found, "restore_sampler", work)
     again = adapter.load_metadata(_request(under.directory, True))
     if not _is(again, work) or again is None:

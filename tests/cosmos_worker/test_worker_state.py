@@ -250,6 +250,7 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no optimizer's": (put({}, "parts", "optimizer"), "no optimizer's state"),
     "no moments": (drop("parts", "optimizer", "state"), "no optimizer's state"),
     "scaler": (put({}, "parts", "scaler"), "part 'scaler': its state is empty"),
+    "no place": (drop("parts", "scheduler", "last_epoch"), "part 'scheduler': it lacks the schedule's place"),
     "no numpy": (drop("random", "numpy"), "random state 'numpy' is missing"),
     "another generator": (put(1, "random", "xpu"), "random state 'xpu' is not known here"),
     "python": (put(lambda state: state[:2], "random", "python"), "random state 'python'"),
@@ -275,6 +276,31 @@ def test_g3_what_does_not_fit_is_refused_before_anything_is_loaded(trained: Trai
 @pytest.mark.parametrize("state", [None, [], {}, {"model": {}}])
 def test_what_is_no_training_state_is_refused(trained: Training, state: Any) -> None:
     with pytest.raises(StateError, match="no training state"):
+        restore(state, trained.parts(), STAMP)
+
+
+def test_g3_the_devices_random_state_is_one_of_them(trained: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the device: on a real one `test_checkpoint_replay.py` does it, where there is one."""
+    without = through_a_file(capture(trained.parts(), STAMP))
+    device, plain = torch.Generator(), torch.Generator
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", device.get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", device.set_state)
+    monkeypatch.setattr(torch, "Generator", lambda _device="cpu": plain())
+    device.manual_seed(3)
+    state = through_a_file(capture(trained.parts(), STAMP))
+    wanted = torch.rand(4, generator=device)
+    restore(state, trained.parts(), STAMP)
+    assert torch.equal(torch.rand(4, generator=device), wanted)
+    before = device.get_state()
+    with pytest.raises(StateError, match="random state 'cuda' is missing"):
+        restore(without, trained.parts(), STAMP)
+    put(lambda saved: saved[:-1].clone(), "random", "cuda")(state)
+    with pytest.raises(StateError, match="random state 'cuda'"):
+        restore(state, trained.parts(), STAMP)
+    assert torch.equal(device.get_state(), before)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StateError, match="random state 'cuda' is not known here"):
         restore(state, trained.parts(), STAMP)
 
 

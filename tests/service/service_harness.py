@@ -131,6 +131,7 @@ class House:
                     metadata=found.manifest.metadata,
                     manifest_digest=found.manifest_digest,
                     repeat_bound_completions=found.manifest.repeat_bound_completions,
+                    horizon_training_steps=found.manifest.horizon_training_steps,
                     application_note=found.manifest.application_note,
                 )
         payload = b"p" * prompt_bytes if prompt_bytes else None
