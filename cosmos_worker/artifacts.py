@@ -3,8 +3,8 @@
 * A mapping is handed out only when every artifact of the rank is sound; otherwise everything is closed again. They are verified side by
   side, since hashing releases the interpreter lock.
 * Another rank's artifacts are opened, and verified, when they are asked for: what is saved once for all is somebody's.
-* What no execution saved (a script published it, or it was imported) is no rank's: every rank finds all of it, under whole names, and each
-  file is opened, and verified, when it is looked up.
+* What no execution saved (a script published it, or it was imported), and lies in no rank's folder, is no rank's: every rank finds all of
+  it, under whole names, and each file is opened, and verified, when it is looked up.
 * Damaged, missing and foreign are told apart from unreadable: an I/O error says nothing about the content.
 * What is found to be wrong, in this rank's artifacts or another's, at once or later, is told before it is raised.
 """
@@ -148,7 +148,7 @@ def open_artifacts(
         ArtifactMissingError, CheckpointDamagedError: one is not what was committed, or there is none.
         StorageUnavailableError: one could not be read.
     """
-    if not manifest.execution_number:
+    if not manifest.execution_number and not _saved_ranks(manifest, place.group):
         return _open_unranked(checkpoint, manifest, place.rank, path, telling)
     ranks = _ranks_of(manifest, place.group, path) if resharded else place.world_size
     saved = _Saved(checkpoint, manifest, place.group, ranks, path, resharded, telling)
@@ -177,8 +177,12 @@ def _stamp(manifest: CheckpointManifest, rank: int, *, resharded: bool) -> Stamp
     )
 
 
+def _saved_ranks(manifest: CheckpointManifest, group: str) -> list[int]:
+    return [rank for name in manifest.artifacts if (rank := rank_of(name, group)) is not None]
+
+
 def _ranks_of(manifest: CheckpointManifest, group: str, path: str) -> int:
-    saved = [rank for name in manifest.artifacts if (rank := rank_of(name, group)) is not None]
+    saved = _saved_ranks(manifest, group)
     if not saved:
         raise ArtifactMissingError(path=path, artifacts=(f"{group}-*",))
     return max(saved) + 1

@@ -102,8 +102,14 @@ def test_a_ranks_artifacts_are_its_own_and_anothers_when_they_are_asked_for(two:
 
 
 @pytest.mark.parametrize("resharded", [False, True])
-def test_what_no_execution_saved_is_every_ranks_and_verified_when_it_is_looked_up(two: Path, resharded: bool) -> None:
-    manifest, store = manifest_of(two, execution=0), LocalStore(two)
+def test_what_no_execution_saved_is_every_ranks_and_verified_when_it_is_looked_up(
+    tmp_path: Path, resharded: bool
+) -> None:
+    names = ["rank0.pth", "rank1.pth", "policy-0.pth", "tokenizer/vocab.json"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    manifest, store = manifest_of(tmp_path, execution=0), LocalStore(tmp_path)
     told: list[BaseException] = []
 
     @contextmanager
@@ -114,21 +120,26 @@ def test_what_no_execution_saved_is_every_ranks_and_verified_when_it_is_looked_u
             told.append(error)
             raise
 
-    (two / "policy-1/part2.pt").write_bytes(b"1-1" * 100)
+    (tmp_path / "rank1.pth").write_text("rank2.pth")
     for rank in range(2):
         with open_artifacts(store, manifest, place(rank), path="c", resharded=resharded, telling=telling) as files:
-            assert sorted(files) == sorted(manifest.artifacts)
-            file = files["policy-1/part3.pt"]
-            assert file.read() == b"1-3" * 100
-            assert files["policy-1/part3.pt"] is file
-            assert "part3.pt" not in files
-            for use in (lambda: files.of_rank(1), lambda: files.check_stamp("policy-1/part3.pt", {})):
+            assert sorted(files) == sorted(names)
+            file = files["rank0.pth"]
+            assert file.read() == b"rank0.pth"
+            assert files["rank0.pth"] is file
+            assert "state.pt" not in files
+            for use in (lambda: files.of_rank(1), lambda: files.check_stamp("rank0.pth", {})):
                 with pytest.raises(ValueError, match="no rank saved"):
                     use()
-            with pytest.raises(CheckpointDamagedError, match="part2"):
-                _ = files["policy-1/part2.pt"]
+            with pytest.raises(CheckpointDamagedError, match=r"rank1\.pth"):
+                _ = files["rank1.pth"]
             assert len(told) == rank + 1
         assert file.closed
+
+
+def test_a_script_may_publish_what_is_each_ranks(two: Path) -> None:
+    with open_artifacts(LocalStore(two), manifest_of(two, execution=0), place(1), path="c") as files:
+        assert files["part3.pt"].read() == b"1-3" * 100
 
 
 def test_artifacts_are_verified_side_by_side(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
