@@ -5,8 +5,9 @@
 * `CheckpointCallback.resume` chooses by manifests alone, verifies every byte, and returns what ``train()`` is to be given. Missing, damaged,
   unreadable and "nothing there" are told apart, and only the last is a fresh start.
 * The position belongs to the checkpoint: the Trainer derives its place in the data from ``global_step`` of ``trainer_state.json`` and skips
-  what comes before, so everything else that the place depends on is in the compatibility record, and a change is refused by name.
+  what comes before. What else the place depends on is compared (`positions`), and a change is refused by name.
 * ``trainer_state.json`` carries the checkpoint's ID. Before the first step every rank compares what the Trainer loaded with what was chosen.
+* A run that is over trains nothing when it is started again; a Trainer by itself would train one step more.
 * With several ranks the first one claims, chooses and publishes, and not before the files of all ranks are durable.
 
 Example:
@@ -19,6 +20,7 @@ Example:
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -37,18 +39,14 @@ from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.core.errors import ArtifactForeignError
 from cosmos_ctrl.core.resume import ControllerResumeMetadata, check_agreement
 from cosmos_worker.errors import UsageError
+from cosmos_worker.integrations import positions
 from cosmos_worker.integrations.ranks import on_first, together
 from cosmos_worker.stamps import Stamp
 
+_log = logging.getLogger(__name__)
+
 #: Where the stamp lies among the states of callbacks in ``trainer_state.json``.
 STAMP = "cosmos_ctrl"
-
-#: Settings that the Trainer's place in its data depends on, where it has them. The last three are TRL's.
-_POSITION = (
-    *("world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed"),
-    *("dataloader_drop_last", "train_sampling_strategy"),
-    *("num_generations", "steps_per_generation", "num_iterations"),
-)
 
 #: Settings that must be off, and why.
 _REFUSED = {
@@ -104,9 +102,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
         wrong = [f"{name}={getattr(args, name)!r}: {why}" for name, why in _REFUSED.items() if getattr(args, name, None)]
         if keep_last and args.load_best_model_at_end:
             wrong.append("load_best_model_at_end=True with keep_last: the best checkpoint might be deleted; keep all")
+        if positions.generates_ahead(args) and args.save_strategy == "best":
+            wrong.append("save_strategy='best': it saves in the midst of a generation; use 'steps' or 'epoch'")
         if wrong:
             raise ValueError(f"the trainer's settings do not go with committed checkpoints: {'; '.join(wrong)}")
-        own = position_settings(trainer)
+        own = positions.settings(args, trainer.train_dataset)
         if taken := sorted(own.keys() & (compatibility or {}).keys()):
             raise ValueError(f"compatibility has the key {taken[0]!r}, which is taken from the trainer")
         self._trainer = trainer
@@ -122,6 +122,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
         """Committed in this execution."""
         self._open: Place | None = None
         """Where the trainer is saving."""
+        self._due = False
+        """A save was put off."""
+        self._finished = False
+        """There is no step left."""
+        self._next_batches = trainer.get_batch_samples
+        trainer.get_batch_samples = self._batches
         # The one place that every save of a Trainer asks where to go.
         trainer._get_output_dir = self._directory_of_save
 
@@ -138,7 +144,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
             CheckpointError: by case: the checkpoint is missing, damaged, unreadable, or of other settings; it says which. Raised on rank 0.
             RankFailedError: on the other ranks.
         """
-        self._training, self._saves, self._open = False, 0, None
+        self._training, self._finished, self._saves, self._open, self._due = False, False, 0, None, False
         self._start = start = on_first(lambda: self._begin(checkpoint))
         return str(self._run / start.checkpoint / _folder(start.stamp.steps)) if start.stamp else None
 
@@ -146,12 +152,28 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
         """What the Trainer restored is compared on every rank, before the first step.
 
         Raises:
-            UsageError: there was no `resume` for this ``train()``.
+            UsageError: there was no `resume` for this ``train()``, or the sampler's order could not be restored.
             ResumeMetadataMismatch: the Trainer did not load what `resume` chose.
         """
         together(lambda: self._compare(args, state))
-        _align_generation(self._trainer, state, kwargs.get("train_dataloader"))
         self._training = True
+        self._finished = control.should_training_stop = state.global_step >= state.max_steps
+        if self._finished:
+            _log.info("the run is over: step %d of %d; nothing is trained", state.global_step, state.max_steps)
+        else:
+            positions.restore_sampler(args, kwargs["train_dataloader"], state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A save in the midst of a generation is put off until all that was generated is trained, or the run is over."""
+        self._due = self._due or control.should_save
+        over = state.global_step >= state.max_steps
+        control.should_save = self._due and (
+            over or positions.at_rest(args, kwargs["train_dataloader"], state.global_step)
+        )
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Nothing of a finished run is saved again."""
+        control.should_save = control.should_save and not self._finished
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The files that the Trainer wrote are made durable, and committed.
@@ -167,7 +189,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
         together(lambda: None)  # until every rank has written
         together(lambda: self._sync(args, place))
         on_first(lambda: self._commit(args, state, place))
-        self._saves, self._open = self._saves + 1, None
+        self._saves, self._open, self._due = self._saves + 1, None, False
+
+    def _batches(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the Trainer's method: it would train one step more of a run that is over."""
+        return ([], None) if self._finished else self._next_batches(*args, **kwargs)
 
     def _begin(self, checkpoint: bool | str) -> _Start:
         if isinstance(checkpoint, str) and _FOLDER.fullmatch(Path(checkpoint).name):
@@ -247,15 +273,6 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
         self._execution.commit(place, metadata)
 
 
-def position_settings(trainer: Any) -> dict[str, Any]:
-    """The settings that the trainer's place in its data depends on, by name; also the dataset's length, where it has one."""
-    dataset = trainer.train_dataset
-    length = len(dataset) if hasattr(dataset, "__len__") else None
-    return {name: getattr(trainer.args, name) for name in _POSITION if hasattr(trainer.args, name)} | {
-        "train_dataset_length": length
-    }
-
-
 def _folder(steps: int) -> str:
     return f"checkpoint-{steps}"
 
@@ -268,13 +285,3 @@ def _stamp(steps: int, execution_id: str, checkpoint_id: str) -> Stamp:
 def _stamp_of(manifest: CheckpointManifest) -> Stamp:
     steps = manifest.metadata.completed_training_steps
     return _stamp(steps, manifest.execution_id, manifest.checkpoint_id)
-
-
-def _align_generation(trainer: Any, state: Any, dataloader: Any) -> None:
-    """TRL's GRPO and RLOO generate once for several batches, and count batches from zero in each process: restored in the midst of a
-    generation they would be out of step with the data, and skip the end of the epoch. So the count is put where it was."""
-    if not hasattr(trainer.args, "steps_per_generation") or not hasattr(trainer, "_step"):
-        return
-    batches, accumulated = len(dataloader), trainer.args.gradient_accumulation_steps
-    epochs, steps = divmod(state.global_step, math.ceil(batches / accumulated))
-    trainer._step = epochs * batches + steps * accumulated

@@ -28,9 +28,24 @@ import torch
 import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from cosmos_ctrl.checkpoints.claims import claim_execution
+from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_worker.integrations.huggingface import CheckpointCallback
+
+try:
+    import trl
+except ModuleNotFoundError:  # the tests of its trainers are skipped
+    trl = None
+
+#: Both libraries import a name when it is first used: here, once, and not in every child.
+USED = [
+    (transformers, ("LlamaConfig", "LlamaForCausalLM", "PreTrainedTokenizerFast", "Trainer", "TrainingArguments")),
+    (trl, ("GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer")),
+]
+for library, names in USED:
+    for name in names if library else ():
+        getattr(library, name)
 
 DEADLINE_S = 60
 SEQUENCES = 20
@@ -82,7 +97,12 @@ def plain_trainer(task: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
     rows = [[draws.randrange(2, len(WORDS)) for _ in range(8)] for _ in range(task.get("sequences", SEQUENCES))]
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
     settings = {"max_steps": 12, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2} | common(task)
-    trainer = transformers.Trainer(tiny_model(), transformers.TrainingArguments(**settings), train_dataset=dataset)
+    trainer = transformers.Trainer(
+        tiny_model(),
+        transformers.TrainingArguments(**settings),
+        train_dataset=dataset,
+        eval_dataset=dataset.select(range(4)),
+    )
     return trainer, lambda: None
 
 
@@ -91,8 +111,8 @@ def sft_trainer(task: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
     texts = [" ".join(draws.choices(WORDS[2:], k=6)) for _ in range(SEQUENCES)]
     settings = {"max_steps": 6, "per_device_train_batch_size": 2, "bf16": False, "max_length": 16} | common(task)
     dataset = Dataset.from_dict({"text": texts})
-    trainer = SFTTrainer(
-        tiny_model(), SFTConfig(**settings), train_dataset=dataset, processing_class=tiny_tokenizer()
+    trainer = trl.SFTTrainer(
+        tiny_model(), trl.SFTConfig(**settings), train_dataset=dataset, processing_class=tiny_tokenizer()
     )
     return trainer, lambda: None
 
@@ -111,14 +131,25 @@ def grpo_trainer(task: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
         "max_completion_length": 4,
         "bf16": False,
     } | common(task)
-    trainer = GRPOTrainer(
+    trainer = trl.GRPOTrainer(
         tiny_model(),
         reward_funcs=reward,
-        args=GRPOConfig(**settings),
+        args=trl.GRPOConfig(**settings),
         train_dataset=Dataset.from_dict({"prompt": [f"w{number} w{number + 1}" for number in range(8)]}),
         processing_class=tiny_tokenizer(),
     )
     return trainer, lambda: trained
+
+
+def supersede_at(step: int) -> type[Any]:
+    """A callback that claims the run for another execution, at the end of `step`."""
+
+    class Supersedes(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step and state.is_world_process_zero:
+                claim_execution(LocalStore(Path(args.output_dir)), execution_id="another", note={})
+
+    return Supersedes
 
 
 TRAINERS = {"plain": plain_trainer, "sft": sft_trainer, "grpo": grpo_trainer}
@@ -153,6 +184,8 @@ def perform(task: dict[str, Any]) -> dict[str, Any]:
         options = task.get("options", {})
         checkpoints = CheckpointCallback(trainer, **options)
         trainer.add_callback(checkpoints)
+        if "supersede" in task:
+            trainer.add_callback(supersede_at(task["supersede"]))
         resumed = checkpoints.resume(task.get("resume", True))
         found["resumed"] = resumed
         if task.get("forget"):
