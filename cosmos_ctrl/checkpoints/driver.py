@@ -106,9 +106,7 @@ class DriverExecution:
 
     def _require_live(self) -> None:
         if is_superseded(self.store, self.number):
-            raise SupersededError(
-                place=f"execution {self.number} of {self.store.uri}", incarnation=self.execution_id
-            )
+            raise SupersededError(place=f"execution {self.number} of {self.store.uri}", incarnation=self.execution_id)
 
     def _retain(self) -> None:
         if self._all_swept:

@@ -99,7 +99,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
             ValueError: a setting of the trainer's does not go with committed checkpoints, or `compatibility` has a key that is its own.
         """
         args = trainer.args
-        wrong = [f"{name}={getattr(args, name)!r}: {why}" for name, why in _REFUSED.items() if getattr(args, name, None)]
+        wrong = [
+            f"{name}={getattr(args, name)!r}: {why}" for name, why in _REFUSED.items() if getattr(args, name, None)
+        ]
         if keep_last and args.load_best_model_at_end:
             wrong.append("load_best_model_at_end=True with keep_last: the best checkpoint might be deleted; keep all")
         if positions.generates_ahead(args) and args.save_strategy == "best":
@@ -229,7 +231,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
 
     def _compare(self, args: Any, state: Any) -> None:
         if self._start is None or self._training:
-            raise UsageError("call resume() of the CheckpointCallback before each train(), and give train() what it returns")
+            raise UsageError(
+                "call resume() of the CheckpointCallback before each train(), and give train() what it returns"
+            )
         stamp = self._start.stamp
         expected = {"global_step": stamp.steps} | stamp.values() if stamp else None
         found = state.stateful_callbacks.get(STAMP)
@@ -239,12 +243,16 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
     def _directory_of_save(self, trial: Any) -> str:
         """In place of the Trainer's method: asked at the beginning of every save, on every rank."""
         if trial is not None or self._start is None:
-            raise UsageError("a CheckpointCallback commits the saves of train(), after resume(); it has no place for others")
+            raise UsageError(
+                "a CheckpointCallback commits the saves of train(), after resume(); it has no place for others"
+            )
         state, start = self._trainer.state, self._start
         place = place_of(start.number, start.execution_id, steps=state.global_step, save=self._saves)
         if place != self._open:
             self._open = place
-            state.stateful_callbacks[STAMP] = _stamp(state.global_step, start.execution_id, place.checkpoint_id).values()
+            state.stateful_callbacks[STAMP] = _stamp(
+                state.global_step, start.execution_id, place.checkpoint_id
+            ).values()
         return str(self._run / place.path)
 
     def _sync(self, args: Any, place: Place) -> None:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -69,7 +68,7 @@ def at_rest(args: Any, dataloader: Any, steps: int) -> bool:
 
 
 def _steps_per_epoch(args: Any, dataloader: Any) -> int:
-    return math.ceil(len(dataloader) / args.gradient_accumulation_steps)
+    return -(-len(dataloader) // int(args.gradient_accumulation_steps))
 
 
 def _sampler_of(dataloader: Any) -> Any:

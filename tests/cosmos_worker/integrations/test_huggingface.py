@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -69,7 +70,9 @@ def test_killed_at_any_point_of_a_save_it_goes_on_to_the_bit(
     assert trainers.run(run, die=[where, nth])["code"] == -signal.SIGKILL
     whole = where == DEATHS[-1]
     assert steps_of(run)[0] == (1, 9 if whole else 6)
-    unfinished = [one for one in explain(LocalStore(run), compatibility=None, on_corrupt="error").candidates if not one.manifest]
+    unfinished = [
+        one for one in explain(LocalStore(run), compatibility=None, on_corrupt="error").candidates if not one.manifest
+    ]
     assert [one.verdict for one in unfinished] == ([] if whole or "training_step" in where else ["uncommitted"])
     done = trainers.run(run)
     newest = next(found for found in committed(run) if found.manifest.execution_number == 1)
@@ -250,10 +253,11 @@ def test_settings_that_do_not_go_with_it_are_refused_before_anything_is_claimed(
     assert not (tmp_path / "run" / "executions").exists()
 
 
-def test_an_order_that_cannot_be_restored_is_refused_before_the_first_step(
-    trainers: Trainers, tmp_path: Path
-) -> None:
-    for args in ({"train_sampling_strategy": "group_by_length"}, {"accelerator_config": {"use_seedable_sampler": False}}):
+def test_an_order_that_cannot_be_restored_is_refused_before_the_first_step(trainers: Trainers, tmp_path: Path) -> None:
+    for args in (
+        {"train_sampling_strategy": "group_by_length"},
+        {"accelerator_config": {"use_seedable_sampler": False}},
+    ):
         done = trainers.run(tmp_path / "run", args=args)
         assert done["error"] == "UsageError"
         assert "depends on more than seed and epoch" in done["message"]
@@ -307,13 +311,17 @@ def test_two_ranks_are_killed_in_a_save_and_go_on_to_the_bit(trainers: Trainers,
     assert steps_of(run) == [(1, 6), (1, 3)]
     refused = trainers.run(run)
     assert "differs in world_size." in refused["message"]
-    # As on two machines over one file system, each of which makes durable what its ranks wrote.
+    # As on two machines over one file system: each makes durable what its ranks wrote, before anything is published.
+    fsync = "cosmos_ctrl.checkpoints.durable:fsync_file"
+    died = trainers.ranks(run, 2, a_node_each=True, die=[fsync, 1], die_on=1)
+    assert died[1]["code"] == -signal.SIGKILL
+    assert steps_of(run) == [(1, 6), (1, 3)]
     done = trainers.ranks(run, 2, a_node_each=True)
     assert [one["digest"] for one in done] == [one["digest"] for one in expected]
     assert [one["resumed"] for one in done] == [f"{run}/{committed(run)[2].path}/checkpoint-6"] * 2
     newest = committed(run)[0].manifest
     assert {"checkpoint-12/rng_state_0.pth", "checkpoint-12/rng_state_1.pth"} <= newest.artifacts.keys()
-    assert newest.order == (3, 12)
+    assert newest.order == (4, 12)
 
 
 def test_what_fails_on_one_rank_fails_on_all(trainers: Trainers, tmp_path: Path) -> None:
@@ -362,3 +370,22 @@ def test_trl_grpo_is_killed_in_its_second_epoch_and_no_prompt_is_skipped(trainer
     longer = trainers.run(tmp_path / "cut", trainer="grpo", args=args)
     assert longer["error"] == "UsageError"
     assert "in the midst of a generation" in longer["message"]
+
+
+def test_the_script_of_the_docs_is_killed_and_ends_as_the_one_before(trainers: Trainers, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "integrate.md").read_text()
+    found = re.search(r"^```diff finetune.py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    said = []
+    for side in "-+":
+        script = tmp_path / f"finetune{side}.py"
+        script.write_text("".join(line[1:] for line in found[1].splitlines(keepends=True) if line[0] in (" ", side)))
+        if side == "+":
+            died = trainers.run(tmp_path / side, script=str(script), die=["transformers:Trainer.training_step", 7])
+            assert died["code"] == -signal.SIGKILL
+        done = trainers.run(tmp_path / side, script=str(script))
+        assert done["code"] == 0, done["log"]
+        said.append(done["log"].splitlines()[-1])
+    assert said[0].startswith("steps 12 weight ")
+    assert said[0] == said[1]
+    assert steps_of(tmp_path / "+" / "runs" / "finetune") == [(2, 12), (2, 8), (1, 4)]

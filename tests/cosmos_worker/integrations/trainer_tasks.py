@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import random
+import runpy
 import signal
 import sys
 import traceback
@@ -178,6 +179,10 @@ def perform(task: dict[str, Any]) -> dict[str, Any]:
     """Train once; what came of it."""
     if "die" in task and os.environ.get("RANK", "0") == str(task.get("die_on", 0)):
         die_at(*task["die"])
+    if "script" in task:
+        os.chdir(task["directory"])
+        runpy.run_path(task["script"])
+        return {}
     trainer, told = TRAINERS[task.get("trainer", "plain")](task)
     found: dict[str, Any] = {}
     if task.get("callback", True):
@@ -193,7 +198,9 @@ def perform(task: dict[str, Any]) -> dict[str, Any]:
         trainer.train(resume_from_checkpoint=task.get("give", resumed))
     else:
         trainer.train()
-    weights = {name: np.ascontiguousarray(value.numpy()).tobytes() for name, value in trainer.model.state_dict().items()}
+    weights = {
+        name: np.ascontiguousarray(value.numpy()).tobytes() for name, value in trainer.model.state_dict().items()
+    }
     moments = [value.numpy().tobytes() for slot in trainer.optimizer.state.values() for value in slot.values()]
     digest = hashlib.sha256(b"".join(weights[name] for name in sorted(weights)) + b"".join(moments))
     best = trainer.state.best_model_checkpoint
