@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
-import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from controller_process import ControllerProcess
+from script_process import start_script
 
 from cosmos_ctrl.audit import audit
 from cosmos_ctrl.checkpoints.discovery import list_checkpoints
@@ -33,25 +32,17 @@ class Job:
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(shutil.copytree(DDP, directory))
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._logs: list[Path] = []
+        self._scripts: list[tuple[BaseProcess, Path]] = []
+        self._controllers: list[ControllerProcess] = []
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-        log = self.directory / f"{len(self._processes)}.log"
-        own = {"PYTHONPATH": str(ROOT), "GRPC_VERBOSITY": "ERROR", "OMP_NUM_THREADS": "1"}
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, *arguments],
-                cwd=self.directory,
-                env=os.environ | own | environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-        self._processes.append(process)
-        self._logs.append(log)
+    def start(self, script: str, **environment: str) -> BaseProcess:
+        log = self.directory / f"{len(self._scripts)}.log"
+        own = {"GRPC_VERBOSITY": "ERROR", "OMP_NUM_THREADS": "1"}
+        process = start_script(self.directory / script, log, own | environment)
+        self._scripts.append((process, log))
         return process
 
-    def ranks(self, script: str, **environment: str) -> list[subprocess.Popen[bytes]]:
+    def ranks(self, script: str, **environment: str) -> list[BaseProcess]:
         """Two of them, as torchrun starts them."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -60,33 +51,36 @@ class Job:
 
     def controller(self) -> dict[str, str]:
         """Starts it; what its workers are given."""
-        ready = self.directory / f"ready-{len(self._processes)}.json"
-        serve = ("-m", "cosmos_ctrl.cli", "serve", "--config", "run.toml", "--ready-file", str(ready))
-        process = self.start(*serve, COSMOS_CTRL__SERVER__PORT="0")
-        self.wait_for(ready.exists, process)
-        return {"COSMOS_CTRL_ADDRESS": json.loads(ready.read_text())["address"]}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.directory)
+            patch.setenv("COSMOS_CTRL__SERVER__PORT", "0")
+            self._controllers.append(ControllerProcess(self.directory / "run.toml"))
+        self._controllers[-1].wait_until_ready()
+        return {"COSMOS_CTRL_ADDRESS": self._controllers[-1].address}
 
-    def wait_for(self, condition: object, process: subprocess.Popen[bytes]) -> None:
-        assert callable(condition)
+    def wait_for(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline, self.said()
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.01)
+            time.sleep(0.01)
 
-    def last_line(self, process: subprocess.Popen[bytes]) -> str:
+    def last_line(self, process: BaseProcess) -> str:
         """Of what it says until it ends, as it should."""
-        assert process.wait(DEADLINE_S) == 0, self.said()
-        return self._logs[self._processes.index(process)].read_text().splitlines()[-1]
+        process.join(DEADLINE_S)
+        assert process.exitcode == 0, self.said()
+        lines = next(log for started, log in self._scripts if started is process).read_text().splitlines()
+        return lines[-1] if lines else ""
 
     def said(self) -> str:
-        return "\n".join(log.read_text() for log in self._logs)
+        return "\n".join(log.read_text() for _, log in self._scripts)
 
     def kill(self) -> None:
         """SIGKILL for all that are left."""
-        for process in self._processes:
+        for process, _ in self._scripts:
             process.kill()
-            process.wait(30)
+            process.join(30)
+        for controller in self._controllers:
+            controller.close()
 
 
 @pytest.fixture
@@ -110,20 +104,20 @@ def test_the_loop_is_killed_with_work_outstanding_and_ends_with_the_weights_of_t
         patch.chdir(job.directory)
         spec.loader.exec_module(app)
     place = job.controller()
-    trainer, _ = job.ranks("train_after.py", **place)
+    job.ranks("train_after.py", **place)
     with SyncRollout.from_env(environ=place) as worker:
         # Five steps of four and two more: the last two are reported and not trained when everything dies.
         for group in islice(worker.groups(in_flight=4), 22):
             one = app.rollout(group.prompt()["prompt"])
             worker.report_group(group, rewards=[one["reward"]], payloads=[one])
     run = LocalStore(job.directory / "runs" / "ddp")
-    job.wait_for(lambda: list_checkpoints(run) and list_checkpoints(run)[0].manifest.order == (1, 4), trainer)
+    job.wait_for(lambda: list_checkpoints(run) and list_checkpoints(run)[0].manifest.order == (1, 4))
     job.kill()
 
     place = job.controller()
     rollout, ranks = job.start("rollout.py", **place), job.ranks("train_after.py", **place)
     assert [job.last_line(process) for process in ranks] == expected, "other weights than without the interruption"
-    assert rollout.wait(DEADLINE_S) == 0, job.said()
+    job.last_line(rollout)
     assert list_checkpoints(run)[0].manifest.order == (2, 24)
     counted = audit(job.directory / "runs" / "ddp")
     assert (counted.skipped, counted.repeated, counted.remaining_completions) == (0, 0, 0)
