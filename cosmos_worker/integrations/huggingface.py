@@ -31,7 +31,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from cosmos_ctrl.checkpoints import durable
-from cosmos_ctrl.checkpoints.discovery import Found, OnCorrupt
+from cosmos_ctrl.checkpoints.discovery import Found, OnCorrupt, list_checkpoints
 from cosmos_ctrl.checkpoints.driver import DriverExecution, Place, begin, place_of
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest
 from cosmos_ctrl.checkpoints.retention import RetentionPolicy
@@ -70,6 +70,8 @@ class _Start:
     checkpoint: str
     """Relative to the run; empty when it is fresh."""
     stamp: Stamp | None
+    """Of that checkpoint; None when it is fresh."""
+    sampler_state: Any
     """Of that checkpoint; None when it is fresh."""
 
 
@@ -120,12 +122,16 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
         """On the first rank."""
         self._start: _Start | None = None
         self._training = False
+        self._passes = 0
+        """Over the data, begun in this execution."""
         self._saves = 0
         """Committed in this execution."""
         self._open: Place | None = None
         """Where the trainer is saving."""
         self._due = False
         """A save was put off."""
+        self._order: dict[str, Any] = {}
+        """What gives the order of the data."""
         self._finished = False
         """There is no step left."""
         self._next_batches = trainer.get_batch_samples
@@ -143,10 +149,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
             What ``train(resume_from_checkpoint=)`` is to be given: a directory, or None for a fresh start.
 
         Raises:
+            UsageError: there are only checkpoints that were saved without this callback.
             CheckpointError: by case: the checkpoint is missing, damaged, unreadable, or of other settings; it says which. Raised on rank 0.
             RankFailedError: on the other ranks.
         """
-        self._training, self._finished, self._saves, self._open, self._due = False, False, 0, None, False
+        self._training, self._finished, self._due = False, False, False
+        self._passes, self._saves, self._open = 0, 0, None
         self._start = start = on_first(lambda: self._begin(checkpoint))
         return str(self._run / start.checkpoint / _folder(start.stamp.steps)) if start.stamp else None
 
@@ -155,15 +163,29 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
 
         Raises:
             UsageError: there was no `resume` for this ``train()``, or the sampler's order could not be restored.
-            ResumeMetadataMismatch: the Trainer did not load what `resume` chose.
+            ResumeMetadataMismatch: the Trainer did not load what `resume` chose, or its data have another order.
         """
         together(lambda: self._compare(args, state))
+        dataloader = kwargs["train_dataloader"]
+        self._order = order = positions.order_of(dataloader)
+        # Of the first rank alone: seeds may differ from rank to rank.
+        on_first(lambda: self._compare_place(positions.place(state.global_step, order)))
         self._training = True
         self._finished = control.should_training_stop = state.global_step >= state.max_steps
         if self._finished:
             _log.info("the run is over: step %d of %d; nothing is trained", state.global_step, state.max_steps)
         else:
-            positions.restore_sampler(args, kwargs["train_dataloader"], state.global_step)
+            positions.restore_sampler(args, dataloader, state.global_step)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A pass over the data begins.
+
+        Raises:
+            UsageError: the second one over a stream.
+        """
+        self._passes += 1
+        if self._passes > 1:
+            positions.require_length(kwargs["train_dataloader"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A save in the midst of a generation is put off until all that was generated is trained, or the run is over."""
@@ -200,6 +222,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
     def _begin(self, checkpoint: bool | str) -> _Start:
         if isinstance(checkpoint, str) and _FOLDER.fullmatch(Path(checkpoint).name):
             checkpoint = str(Path(checkpoint).parent)  # as `resume` returns it
+        plain = sorted(path.name for path in self._run.glob("checkpoint-*") if _FOLDER.fullmatch(path.name))
+        if checkpoint is True and plain and not list_checkpoints(LocalStore(self._run)):
+            raise UsageError(
+                f"{self._run} holds {', '.join(plain)}, saved without this callback, so nothing can be verified, and a fresh start would pass "
+                "over them in silence: use another output_dir, or start fresh with resume(False)"
+            )
         self._execution = execution = begin(
             LocalStore(self._run),
             resume=checkpoint,
@@ -214,6 +242,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
             execution.execution_id,
             found.path if found else "",
             _stamp_of(found.manifest) if found else None,
+            found.manifest.metadata.sampler_state if found else None,
         )
 
     def _check_state(self, found: Found) -> None:
@@ -239,6 +268,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
         found = state.stateful_callbacks.get(STAMP)
         restored = {"global_step": state.global_step} | (found or {}) if found or state.global_step else None
         check_agreement(f"the Trainer of rank {args.process_index}", expected, restored)
+
+    def _compare_place(self, place: dict[str, Any]) -> None:
+        saved = self._start.sampler_state if self._start else None
+        if saved is not None:
+            check_agreement("the Trainer's sampler", saved, place)
 
     def _directory_of_save(self, trial: Any) -> str:
         """In place of the Trainer's method: asked at the beginning of every save, on every rank."""
@@ -274,7 +308,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
             remaining_completions=max(0, state.max_steps - state.global_step) * per_step,
             epoch=math.floor(state.epoch) + 1,
             sampling_owner="sampler",
-            sampler_state={"global_step": state.global_step},
+            sampler_state=positions.place(state.global_step, self._order),
             checkpoint_path=place.path,
             checkpoint_id=place.checkpoint_id,
         )

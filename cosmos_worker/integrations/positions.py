@@ -30,6 +30,18 @@ def settings(args: Any, train_dataset: Any) -> dict[str, Any]:
     return {name: getattr(args, name) for name in _SETTINGS if hasattr(args, name)} | {"train_dataset_length": length}
 
 
+def place(steps: int, order: dict[str, Any]) -> dict[str, Any]:
+    """The place after `steps`, as a sampler state."""
+    return {"global_step": steps} | order
+
+
+def order_of(dataloader: Any) -> dict[str, Any]:
+    """What gives the loader's order: the sampler's kind, and the seed that it holds; plain values."""
+    sampler = _sampler_of(dataloader)
+    seeds = (getattr(sampler, name, None) for name in ("initial_seed", "seed"))
+    return {"sampler": type(sampler).__name__, "seed": next((seed for seed in seeds if type(seed) is int), None)}
+
+
 def restore_sampler(args: Any, dataloader: Any, steps: int) -> None:
     """Put the sampler where it was after `steps`; the Trainer does the rest. Before anything iterates the loader.
 
@@ -54,6 +66,19 @@ def restore_sampler(args: Any, dataloader: Any, steps: int) -> None:
         next(iter(sampler), None)  # an epoch's order is drawn when its first index is
 
 
+def require_length(dataloader: Any) -> None:
+    """For a second pass over the data.
+
+    Raises:
+        UsageError: they are a stream, whose passes the Trainer does not count: it would take the place for one in the first.
+    """
+    if _is_stream(dataloader):
+        raise UsageError(
+            "the stream ended before max_steps, and a checkpoint of a second pass could not be resumed: make it one long pass, with "
+            "repeat() of a Hugging Face dataset say, or give a dataset with a length"
+        )
+
+
 def generates_ahead(args: Any) -> bool:
     """Whether a trainer generates for several batches at once, as TRL's GRPO and RLOO may."""
     return hasattr(args, "steps_per_generation")
@@ -73,9 +98,13 @@ def _steps_per_epoch(args: Any, dataloader: Any) -> int:
 
 def _sampler_of(dataloader: Any) -> Any:
     """What gives the loader its indices, below what accelerate put around it; None for a stream."""
-    if isinstance(dataloader.dataset, IterableDataset):
+    if _is_stream(dataloader):
         return None
     batch_sampler = dataloader.batch_sampler
     while hasattr(batch_sampler, "batch_sampler"):
         batch_sampler = batch_sampler.batch_sampler
     return batch_sampler.sampler
+
+
+def _is_stream(dataloader: Any) -> bool:
+    return isinstance(dataloader.dataset, IterableDataset)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Trainers, require
+from trainer_process import Trainers, require
 
 from cosmos_ctrl.checkpoints.artifacts import measure_durably
 from cosmos_ctrl.checkpoints.discovery import Found, explain, list_checkpoints
@@ -261,6 +261,43 @@ def test_an_order_that_cannot_be_restored_is_refused_before_the_first_step(train
         done = trainers.run(tmp_path / "run", args=args)
         assert done["error"] == "UsageError"
         assert "depends on more than seed and epoch" in done["message"]
+
+
+def test_another_order_of_the_same_data_is_refused(trainers: Trainers, finished: Path, tmp_path: Path) -> None:
+    run = copied(finished, tmp_path)
+    for change, key in (({"reseed": 5}, "seed"), ({"streaming": True}, "train_dataset_length")):
+        done = trainers.run(run, args={"max_steps": 15}, **change)
+        assert done["error"] in ("ResumeMetadataMismatch", "CheckpointIncompatibleError")
+        assert re.search(rf"\b{key}\b", done["message"]), done["message"]
+    assert steps_of(run)[0] == (1, 12)
+
+
+def test_a_stream_is_killed_and_goes_on_to_the_bit(trainers: Trainers, tmp_path: Path) -> None:
+    task = {"streaming": True, "sequences": 50}
+    expected = trainers.run(tmp_path / "expected", callback=False, **task)
+    died = trainers.run(tmp_path / "run", die=["transformers:Trainer.training_step", 17], **task)
+    assert died["code"] == -signal.SIGKILL
+    done = trainers.run(tmp_path / "run", **task)
+    assert Path(done["resumed"]).name == "checkpoint-6"
+    assert done["digest"] == expected["digest"]
+    # Twenty sequences are five steps: the Trainer would take step 6 for one of the first pass, and find nothing there.
+    short = trainers.run(tmp_path / "short", streaming=True)
+    assert short["error"] == "UsageError"
+    assert "the stream ended before max_steps" in short["message"]
+    assert steps_of(tmp_path / "short") == [(1, 3)]
+
+
+def test_checkpoints_that_were_saved_without_the_callback_are_not_passed_over_in_silence(
+    trainers: Trainers, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert trainers.run(run, callback=False)["code"] == 0
+    done = trainers.run(run)
+    assert done["error"] == "UsageError"
+    assert "holds checkpoint-12, checkpoint-3" in done["message"]
+    assert not (run / "executions").exists()
+    assert trainers.run(run, resume=False)["code"] == 0
+    assert Path(trainers.run(run)["resumed"]).name == "checkpoint-12"
 
 
 def test_retention_keeps_the_newest_and_what_the_run_resumed_from(trainers: Trainers, tmp_path: Path) -> None:

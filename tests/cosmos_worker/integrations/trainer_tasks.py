@@ -101,9 +101,11 @@ def plain_trainer(task: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
     trainer = transformers.Trainer(
         tiny_model(),
         transformers.TrainingArguments(**settings),
-        train_dataset=dataset,
+        train_dataset=dataset.to_iterable_dataset() if task.get("streaming") else dataset,
         eval_dataset=dataset.select(range(4)),
     )
+    if "reseed" in task:
+        torch.manual_seed(task["reseed"])
     return trainer, lambda: None
 
 
