@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import runpy
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
@@ -22,7 +23,7 @@ def start_script(script: Path, log: Path, environment: Mapping[str, str]) -> mul
     return process
 
 
-def _run(script: str, log: str, environment: dict[str, str]) -> None:
+def _run(script: str, log: str, environment: dict[str, str]) -> NoReturn:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(Path(script).parent)
@@ -34,4 +35,17 @@ def _run(script: str, log: str, environment: dict[str, str]) -> None:
 
     torch.set_num_threads(1)
     sys.argv = [script]
-    runpy.run_path(script, run_name="__main__")
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": script}
+    code = 1
+    try:
+        exec(compile(Path(script).read_text(), script, "exec"), names)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # While the script's names are alive: what tears DDP down may wait for a thread of gloo's for ever.
+        os._exit(code)
