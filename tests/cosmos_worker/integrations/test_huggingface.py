@@ -94,17 +94,17 @@ def test_killed_again_and_again_it_arrives(trainers: Trainers, undisturbed: dict
     ][1:], "one lineage"
 
 
-def test_a_run_that_is_over_trains_nothing_and_a_longer_one_goes_on(
-    trainers: Trainers, undisturbed: dict[str, Any], finished: Path, tmp_path: Path
-) -> None:
-    run = copied(finished, tmp_path)
-    again = trainers.run(run)
-    assert (again["code"], again["steps"], again["digest"]) == (0, 12, undisturbed["digest"])
+def test_a_run_that_is_over_trains_nothing_and_a_longer_one_goes_on(trainers: Trainers, tmp_path: Path) -> None:
+    # Twelve steps end within an epoch of ten, where a Trainer by itself would train one step more.
+    run, args = tmp_path / "run", {"gradient_accumulation_steps": 1}
+    first, again = trainers.run(run, args=args), trainers.run(run, args=args)
+    assert (again["code"], again["steps"], again["digest"]) == (0, 12, first["digest"])
     assert "the run is over: step 12 of 12" in again["log"]
-    assert len(committed(run)) == 4
-    longer = trainers.run(run, args={"max_steps": 14, "save_steps": 2})
+    assert trainers.run(run, args=args | {"save_strategy": "epoch"})["code"] == 0
+    assert len(committed(run)) == 4, "what is committed was saved again"
+    longer = trainers.run(run, args=args | {"max_steps": 14, "save_steps": 2})
     assert (longer["code"], longer["steps"]) == (0, 14)
-    assert steps_of(run)[0] == (3, 14)
+    assert steps_of(run)[0] == (4, 14)
 
 
 def test_damage_is_found_named_recorded_and_passed_over_only_where_chosen(
@@ -348,17 +348,27 @@ def test_two_ranks_are_killed_in_a_save_and_go_on_to_the_bit(trainers: Trainers,
     assert steps_of(run) == [(1, 6), (1, 3)]
     refused = trainers.run(run)
     assert "differs in world_size." in refused["message"]
-    # As on two machines over one file system: each makes durable what its ranks wrote, before anything is published.
-    fsync = "cosmos_ctrl.checkpoints.durable:fsync_file"
-    died = trainers.ranks(run, 2, a_node_each=True, die=[fsync, 1], die_on=1)
-    assert died[1]["code"] == -signal.SIGKILL
-    assert steps_of(run) == [(1, 6), (1, 3)]
-    done = trainers.ranks(run, 2, a_node_each=True)
+    done = trainers.ranks(run, 2)
     assert [one["digest"] for one in done] == [one["digest"] for one in expected]
     assert [one["resumed"] for one in done] == [f"{run}/{committed(run)[2].path}/checkpoint-6"] * 2
     newest = committed(run)[0].manifest
     assert {"checkpoint-12/rng_state_0.pth", "checkpoint-12/rng_state_1.pth"} <= newest.artifacts.keys()
-    assert newest.order == (4, 12)
+    assert newest.order == (3, 12)
+
+
+def test_each_machine_makes_durable_what_its_ranks_wrote_before_anything_is_published(
+    trainers: Trainers, tmp_path: Path
+) -> None:
+    run, machines = tmp_path / "run", {"places": [[0, 1], [0, 2], [1, 2]], "slow_on": 2, "args": {"max_steps": 3}}
+    # The first rank of the second machine dies in it.
+    died = trainers.ranks(run, 3, die=["cosmos_ctrl.checkpoints.durable:fsync_file", 1], die_on=1, **machines)
+    assert died[1]["code"] == -signal.SIGKILL
+    assert not committed(run)
+    first, second, third = trainers.ranks(run, 3, **machines)
+    assert {"rng_state_1.pth", "rng_state_2.pth"} <= set(second["synced"]), "not all of its ranks had written"
+    assert "rng_state_2.pth" not in third["synced"]
+    assert first["code"] == second["code"] == third["code"] == 0
+    assert steps_of(run) == [(2, 3)]
 
 
 def test_what_fails_on_one_rank_fails_on_all(trainers: Trainers, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import random
 import runpy
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -30,6 +31,7 @@ import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from cosmos_ctrl.checkpoints import durable
 from cosmos_ctrl.checkpoints.claims import claim_execution
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_worker.integrations.huggingface import CheckpointCallback
@@ -177,6 +179,30 @@ def die_at(where: str, nth: int) -> None:
     setattr(owner, last, dying)
 
 
+def synced_names() -> list[str]:
+    """Names of files as they are made durable from here on."""
+    names: list[str] = []
+    original = durable.fsync_file
+
+    def noting(descriptor: int, path: Path | str) -> None:
+        names.append(Path(path).name)
+        original(descriptor, path)
+
+    durable.fsync_file = noting
+    return names
+
+
+def slow_down(owner: Any, name: str) -> None:
+    """So that ranks which do not wait for this one are ahead of it."""
+    original = getattr(owner, name)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.3)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, slow)
+
+
 def perform(task: dict[str, Any]) -> dict[str, Any]:
     """Train once; what came of it."""
     if "die" in task and os.environ.get("RANK", "0") == str(task.get("die_on", 0)):
@@ -186,7 +212,9 @@ def perform(task: dict[str, Any]) -> dict[str, Any]:
         runpy.run_path(task["script"])
         return {}
     trainer, told = TRAINERS[task.get("trainer", "plain")](task)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"synced": synced_names()}
+    if os.environ.get("RANK") == str(task.get("slow_on")):
+        slow_down(transformers.Trainer, "_save_rng_state")
     if task.get("callback", True):
         options = task.get("options", {})
         checkpoints = CheckpointCallback(trainer, **options)
@@ -219,7 +247,7 @@ def be_rank(task: dict[str, Any], rank: int, ranks: int, answer: Path) -> NoRetu
     """In a child of its own."""
     signal.alarm(DEADLINE_S)
     if ranks > 1:
-        local = (0, 1) if task.get("a_node_each") else (rank, ranks)
+        local = task["places"][rank] if "places" in task else (rank, ranks)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         values = (rank, ranks, *local, "127.0.0.1", task["port"])
         os.environ |= {name: str(value) for name, value in zip(names, values, strict=True)}
