@@ -157,9 +157,12 @@ def begin(
     Raises:
         CheckpointError: by case; see `discover` and `open_checkpoint`. Damage is recorded in the run, for the next execution.
         StorageUnavailableError: something could not be read or made durable, or the store replaces what it should not.
+        TypeError: `resume` is neither a bool nor a str.
         ValueError: `resume` is empty.
     """
-    if resume == "":
+    if not isinstance(resume, bool | str):
+        raise TypeError(f"resume is {resume!r}, expected True, False or a checkpoint's path as a str")
+    if not resume and resume is not False:
         raise ValueError("resume is empty, expected True, False or a checkpoint's path")
     probe_conditional_puts(store)
     execution_id = secrets.token_hex(16)

@@ -1,1 +1,1 @@
-"""Other people's trainers, with checkpoints that are committed or absent. Each module needs the extra of its own name."""
+"""Other people's trainers, with checkpoints that are committed or absent. `huggingface` needs the extra of that name."""

@@ -28,7 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+try:
+    from transformers import TrainerCallback
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("this needs the package transformers: pip install 'cosmos-ctrl[huggingface]'") from error
 
 from cosmos_ctrl.checkpoints import durable
 from cosmos_ctrl.checkpoints.discovery import Found, OnCorrupt, list_checkpoints

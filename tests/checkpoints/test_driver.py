@@ -152,6 +152,9 @@ def test_what_is_missing_unreadable_or_switched_off_is_told_apart(
 ) -> None:
     with pytest.raises(ValueError, match="resume is empty"):
         start(store, resume="")
+    for other in (None, 1, store.root / "checkpoints"):
+        with pytest.raises(TypeError, match="expected True, False or a checkpoint's path"):
+            start(store, resume=other)
     assert not store.list("executions"), "refused before anything is claimed"
     with pytest.raises(CheckpointNotFoundError):
         start(store, resume="checkpoints/e0001-s00000002-0a0a0a0a")

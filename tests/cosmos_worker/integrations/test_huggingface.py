@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +212,10 @@ def test_what_resume_chose_has_to_be_given_to_train(trainers: Trainers, finished
     run = copied(finished, tmp_path)
     done = trainers.run(run, forget=True)
     assert done["error"] == "ResumeMetadataMismatch"
+    for wrong in ("unasked", "twice"):
+        done = trainers.run(run, **{wrong: True})
+        assert done["error"] == "UsageError"
+        assert "call resume() of the CheckpointCallback before each train()" in done["message"]
     stray = tmp_path / "stray"
     done = trainers.run(stray, give=f"{run}/{committed(run)[0].path}/checkpoint-12")
     assert done["error"] == "ResumeMetadataMismatch"
@@ -298,6 +304,13 @@ def test_checkpoints_that_were_saved_without_the_callback_are_not_passed_over_in
     assert not (run / "executions").exists()
     assert trainers.run(run, resume=False)["code"] == 0
     assert Path(trainers.run(run)["resumed"]).name == "checkpoint-12"
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "cosmos_worker.integrations.huggingface", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"cosmos-ctrl\[huggingface\]"):
+        importlib.import_module("cosmos_worker.integrations.huggingface")
 
 
 def test_retention_keeps_the_newest_and_what_the_run_resumed_from(trainers: Trainers, tmp_path: Path) -> None:

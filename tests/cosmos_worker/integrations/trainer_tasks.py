@@ -221,11 +221,15 @@ def perform(task: dict[str, Any]) -> dict[str, Any]:
         trainer.add_callback(checkpoints)
         if "supersede" in task:
             trainer.add_callback(supersede_at(task["supersede"]))
+        if task.get("unasked"):
+            trainer.train()
         resumed = checkpoints.resume(task.get("resume", True))
         found["resumed"] = resumed
         if task.get("forget"):
             resumed = None
         trainer.train(resume_from_checkpoint=task.get("give", resumed))
+        if task.get("twice"):
+            trainer.train()
     else:
         trainer.train()
     weights = {
