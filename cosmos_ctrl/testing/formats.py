@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from cosmos_ctrl.checkpoints.names import SaveName
 from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata, SamplingOwner
 from cosmos_ctrl.core.sampling import ResumeRequest, TrainRequest
 from cosmos_ctrl.core.state import EncodedState, same_value
@@ -124,7 +125,7 @@ class _Format:
         count = len(self._saves)
         step = count if step is None else step
         checkpoint_id = secrets.token_hex(16)
-        path = f"checkpoints/e{execution:04d}-s{step:08d}-{checkpoint_id[:8]}"
+        path = SaveName(execution, step, checkpoint_id[:8]).path
         metadata = ControllerResumeMetadata(
             completed_training_steps=step,
             completed_optimizer_updates=3 * step,
