@@ -61,7 +61,7 @@ $(VENV)/.run: $(VENV)/.run-light
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(VENV)/bin/python $(PIP_INSTALL) -e '.[worker,objects,demo,dev]'
+	$(VENV)/bin/python $(PIP_INSTALL) -e '.[worker,objects,huggingface,demo,dev]'
 	touch $@
 
 # The lower end of the declared protobuf and grpcio range, which is also what generates the stubs: they load on everything newer.

@@ -108,6 +108,8 @@ class SaveWork:
     """The last one: the end follows."""
     repeat_bound_completions: int = 0
     """W; stored with the metadata by an application that owns its checkpoints."""
+    horizon_training_steps: int = 0
+    """As `Resume.horizon_training_steps`; stored as well."""
 
     def payloads(self) -> list[TrainGroup]:
         """Raises UsageError: only a TRAIN command has payloads."""
@@ -159,6 +161,7 @@ def work_of(
             metadata=metadata_of(save.metadata),
             final=save.final,
             repeat_bound_completions=save.repeat_bound_completions,
+            horizon_training_steps=save.horizon_training_steps,
         )
     train = response.train
     masks: dict[int, int] = {}

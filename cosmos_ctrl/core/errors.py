@@ -381,9 +381,18 @@ class CheckpointIncompatibleError(CheckpointError):
 
     reason: ClassVar[str] = "CHECKPOINT_INCOMPATIBLE"
     keys: tuple[str, ...]
+    """Paths in the compatibility record, sorted."""
+    differences: tuple[str, ...]
+    """Each with the values on both sides, in words."""
 
     def __str__(self) -> str:
-        return f"{self.path}: not compatible with this run, which differs in {', '.join(self.keys)}. Use the settings it was saved with, or another run directory."
+        advice = "Use the settings it was saved with, or another run directory."
+        if any(key.split(".")[0] == "topology" for key in self.keys):
+            advice += (
+                " With checkpoints.reshard = true a trainer group may have another world size, mesh or sharding, if its state is saved by "
+                "torch.distributed.checkpoint."
+            )
+        return f"{self.path}: not compatible with this run. {'; '.join(self.differences)}. {advice}"
 
 
 @dataclass(kw_only=True, eq=False)

@@ -82,7 +82,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_UNSAFE_NAME: _ErrorReason.ValueType  # 21
     """INVALID_ARGUMENT. An artifact name that is not a safe relative path."""
     ERROR_REASON_CHECKPOINT_INCOMPATIBLE: _ErrorReason.ValueType  # 22
-    """FAILED_PRECONDITION. The checkpoint belongs to another dataset, topology or setting; metadata names the keys."""
+    """FAILED_PRECONDITION. The checkpoint belongs to another dataset, topology or setting; metadata names the keys and both values."""
     ERROR_REASON_UNKNOWN_SCHEMA: _ErrorReason.ValueType  # 23
     """FAILED_PRECONDITION. The manifest's schema is not known to this version."""
     ERROR_REASON_CHECKPOINT_CONFLICT: _ErrorReason.ValueType  # 24
@@ -148,7 +148,7 @@ ERROR_REASON_ARTIFACT_FOREIGN: ErrorReason.ValueType  # 20
 ERROR_REASON_UNSAFE_NAME: ErrorReason.ValueType  # 21
 """INVALID_ARGUMENT. An artifact name that is not a safe relative path."""
 ERROR_REASON_CHECKPOINT_INCOMPATIBLE: ErrorReason.ValueType  # 22
-"""FAILED_PRECONDITION. The checkpoint belongs to another dataset, topology or setting; metadata names the keys."""
+"""FAILED_PRECONDITION. The checkpoint belongs to another dataset, topology or setting; metadata names the keys and both values."""
 ERROR_REASON_UNKNOWN_SCHEMA: ErrorReason.ValueType  # 23
 """FAILED_PRECONDITION. The manifest's schema is not known to this version."""
 ERROR_REASON_CHECKPOINT_CONFLICT: ErrorReason.ValueType  # 24
@@ -398,6 +398,8 @@ class GetResumeStateResponse(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     REPEAT_BOUND_COMPLETIONS_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
+    RESHARDED_GROUPS_FIELD_NUMBER: builtins.int
+    HORIZON_TRAINING_STEPS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     run_uri: builtins.str
@@ -412,6 +414,10 @@ class GetResumeStateResponse(google.protobuf.message.Message):
     """The application's own JSON, as saved with the checkpoint; empty if none."""
     repeat_bound_completions: builtins.int
     """W: at most so many completions may repeat, those issued beyond the safe boundary when the checkpoint was cut."""
+    horizon_training_steps: builtins.int
+    """Steps that the lineage was planned to take when it began: its budget in whole steps, or the hard limit where that is less. For
+    schedules, which must not see a longer run after a restart; what repeats may take a few steps more.
+    """
     @property
     def header(self) -> Global___ResponseHeader:
         """Execution ID and revision."""
@@ -428,6 +434,12 @@ class GetResumeStateResponse(google.protobuf.message.Message):
     def end(self) -> Global___EndCommand:
         """Set in PHASE_ENDED and PHASE_FAILED."""
 
+    @property
+    def resharded_groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Trainer groups that were of another world size, mesh or sharding when the checkpoint was saved, which this run declares that it can
+        load: their ranks read what they need of any rank's artifacts. Empty when fresh, and when the application owns its checkpoints.
+        """
+
     def __init__(
         self,
         *,
@@ -442,9 +454,11 @@ class GetResumeStateResponse(google.protobuf.message.Message):
         limits: Global___Limits | None = ...,
         repeat_bound_completions: builtins.int = ...,
         end: Global___EndCommand | None = ...,
+        resharded_groups: collections.abc.Iterable[builtins.str] | None = ...,
+        horizon_training_steps: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_end", b"_end", "_metadata", b"_metadata", "end", b"end", "header", b"header", "limits", b"limits", "metadata", b"metadata"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_end", b"_end", "_metadata", b"_metadata", "application_note", b"application_note", "end", b"end", "execution_number", b"execution_number", "header", b"header", "limits", b"limits", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "phase", b"phase", "repeat_bound_completions", b"repeat_bound_completions", "run", b"run", "run_uri", b"run_uri"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_end", b"_end", "_metadata", b"_metadata", "application_note", b"application_note", "end", b"end", "execution_number", b"execution_number", "header", b"header", "horizon_training_steps", b"horizon_training_steps", "limits", b"limits", "manifest_digest", b"manifest_digest", "metadata", b"metadata", "phase", b"phase", "repeat_bound_completions", b"repeat_bound_completions", "resharded_groups", b"resharded_groups", "run", b"run", "run_uri", b"run_uri"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_end", b"_end"]) -> typing.Literal["end"] | None: ...
     @typing.overload
@@ -1004,6 +1018,7 @@ class SaveCommand(google.protobuf.message.Message):
     METADATA_FIELD_NUMBER: builtins.int
     FINAL_FIELD_NUMBER: builtins.int
     REPEAT_BOUND_COMPLETIONS_FIELD_NUMBER: builtins.int
+    HORIZON_TRAINING_STEPS_FIELD_NUMBER: builtins.int
     checkpoint_id: builtins.str
     """Fresh identity."""
     path: builtins.str
@@ -1020,6 +1035,8 @@ class SaveCommand(google.protobuf.message.Message):
     """W: completions issued beyond the boundary, of which so many may repeat on a resume from here. An application that owns its
     checkpoints keeps it with the metadata.
     """
+    horizon_training_steps: builtins.int
+    """As in GetResumeStateResponse. An application that owns its checkpoints keeps it with the metadata."""
     @property
     def metadata(self) -> cosmos_ctrl.v1.checkpoint_pb2.ResumeMetadata:
         """Metadata with the boundary: stored by the application when it owns its checkpoints; otherwise for information."""
@@ -1035,9 +1052,10 @@ class SaveCommand(google.protobuf.message.Message):
         metadata: cosmos_ctrl.v1.checkpoint_pb2.ResumeMetadata | None = ...,
         final: builtins.bool = ...,
         repeat_bound_completions: builtins.int = ...,
+        horizon_training_steps: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["metadata", b"metadata"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "completed_optimizer_updates", b"completed_optimizer_updates", "completed_training_steps", b"completed_training_steps", "execution_number", b"execution_number", "final", b"final", "metadata", b"metadata", "path", b"path", "repeat_bound_completions", b"repeat_bound_completions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checkpoint_id", b"checkpoint_id", "completed_optimizer_updates", b"completed_optimizer_updates", "completed_training_steps", b"completed_training_steps", "execution_number", b"execution_number", "final", b"final", "horizon_training_steps", b"horizon_training_steps", "metadata", b"metadata", "path", b"path", "repeat_bound_completions", b"repeat_bound_completions"]) -> None: ...
 
 Global___SaveCommand: typing_extensions.TypeAlias = SaveCommand
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 
 import grpc
 import pytest
@@ -271,3 +273,34 @@ async def test_a_worker_is_entered_once(controller, options):
     with pytest.raises(RuntimeError, match="make a new one"):
         async with rollout:
             pass
+
+
+_ENDINGS = """
+import atexit, os, sys
+from cosmos_worker import cli
+
+atexit.register(os.abort)  # as gloo's threads may, once the interpreter goes down
+
+
+def refuse(code):
+    sys.exit(code)
+
+
+def fail():
+    raise ZeroDivisionError("the application's own")
+
+
+for main in (lambda: 2, lambda: refuse(10), lambda: refuse("no code"), fail):
+    if (child := os.fork()) == 0:
+        cli.main = main
+        print("said")
+        cli.run()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_worker_process_ends_with_its_code_whatever_the_interpreters_exit_does():
+    done = subprocess.run([sys.executable, "-c", _ENDINGS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["said", "2", "said", "10", "said", "1", "said", "1"]
+    assert "ZeroDivisionError: the application's own" in done.stderr

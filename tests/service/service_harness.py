@@ -24,6 +24,7 @@ import pytest
 from google.protobuf import duration_pb2
 
 from cosmos_ctrl.checkpoints.claims import claim_execution
+from cosmos_ctrl.checkpoints.compatibility import Topology
 from cosmos_ctrl.checkpoints.discovery import discover
 from cosmos_ctrl.checkpoints.names import check_artifact_names
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
@@ -118,17 +119,21 @@ class House:
         self.run, self.clock, self.ranks, self._attach = run, Clock(), ranks, attach
         self.journal: list[dict[str, Any]] = []
         self.store = None if legacy else LocalStore(run)
+        topology = Topology({"policy": {"world_size": ranks}})
         identity = ExecutionIdentity(0, "")
         resumed: Resumed | None = None
         if self.store is not None:
             execution_id = secrets.token_hex(16)
             identity = ExecutionIdentity(claim_execution(self.store, execution_id=execution_id, note={}), execution_id)
-            found = discover(self.store, compatibility={}, on_corrupt="error").chosen if resume else None
+            found = (
+                discover(self.store, compatibility={}, on_corrupt="error", topology=topology).chosen if resume else None
+            )
             if found is not None:
                 resumed = Resumed(
                     metadata=found.manifest.metadata,
                     manifest_digest=found.manifest_digest,
                     repeat_bound_completions=found.manifest.repeat_bound_completions,
+                    horizon_training_steps=found.manifest.horizon_training_steps,
                     application_note=found.manifest.application_note,
                 )
         payload = b"p" * prompt_bytes if prompt_bytes else None
@@ -157,6 +162,7 @@ class House:
             uri=str(run),
             sampling_owner="sampler",
             compatibility={},
+            topology=topology,
             on_corrupt="error",
             max_record_bytes=1 << 20,
         )
