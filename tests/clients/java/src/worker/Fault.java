@@ -1,0 +1,104 @@
+package worker;
+
+import com.google.protobuf.Any;
+import com.google.protobuf.InvalidProtocolBufferException;
+import com.google.rpc.ErrorInfo;
+import com.google.rpc.RetryInfo;
+import io.grpc.Status;
+import io.grpc.protobuf.StatusProto;
+import java.time.Duration;
+
+/**
+ * What a failed call means.
+ *
+ * @param kind what cures it
+ * @param exit how the process ends if nothing does
+ * @param delay for {@link Kind#LATER}: the shortest wait
+ * @param expected for {@link Kind#GAP}: the next number
+ */
+record Fault(Kind kind, ExitException exit, Duration delay, long expected) {
+    /** Domain of the controller's own ErrorInfo; a status without one is the library's. */
+    private static final String DOMAIN = "cosmos_ctrl.v1";
+
+    enum Kind {
+        /** Nothing. */
+        FINAL,
+        /** No answer: the same is sent again. */
+        UNREACHABLE,
+        /** An answer: after a wait the same is sent again. */
+        LATER,
+        /** The session is gone: after a registration the same is sent again. */
+        LAPSED,
+        /** Batches are missing: they are sent again from the one that is expected. */
+        GAP,
+    }
+
+    static Fault of(Throwable failure) {
+        if (failure instanceof ExitException exit) {
+            return new Fault(Kind.FINAL, exit, Duration.ZERO, 0);
+        }
+        var status = Status.fromThrowable(failure);
+        ErrorInfo info = null;
+        var delay = Duration.ZERO;
+        for (Any detail : StatusProto.fromThrowable(failure).getDetailsList()) {
+            try {
+                if (detail.is(RetryInfo.class)) {
+                    delay = javaDuration(detail.unpack(RetryInfo.class).getRetryDelay());
+                } else if (detail.is(ErrorInfo.class) && detail.unpack(ErrorInfo.class).getDomain().equals(DOMAIN)) {
+                    info = detail.unpack(ErrorInfo.class);
+                }
+            } catch (InvalidProtocolBufferException unreadable) {
+                // As if it were not there.
+            }
+        }
+        return info == null ? ofLibrary(status) : ofController(status, info, delay);
+    }
+
+    Fault as(Kind other) {
+        return new Fault(other, exit, delay, expected);
+    }
+
+    static Duration javaDuration(com.google.protobuf.Duration duration) {
+        return Duration.ofSeconds(duration.getSeconds(), duration.getNanos());
+    }
+
+    private static Fault ofLibrary(Status status) {
+        var exit = ExitException.error(
+                "%s without the controller's ErrorInfo: %s", status.getCode(), status.getDescription());
+        var kind = switch (status.getCode()) {
+            case UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED -> Kind.UNREACHABLE; // CANCELLED: the server is going down
+            default -> Kind.FINAL;
+        };
+        return new Fault(kind, exit, Duration.ZERO, 0);
+    }
+
+    private static Fault ofController(Status status, ErrorInfo info, Duration delay) {
+        int code = switch (info.getReason()) {
+            case "STALE_EXECUTION", "SUPERSEDED" -> ExitException.STALE;
+            case "EXECUTION_ENDED" -> info.getMetadataOrDefault("end_reason", "").equals("FAILURE")
+                    ? ExitException.ERROR : 0;
+            default -> ExitException.ERROR;
+        };
+        long expected = info.getReason().equals("SEQUENCE_GAP") ? number(info.getMetadataOrDefault("expected", "")) : 0;
+        var kind = switch (info.getReason()) {
+            case "NOT_REGISTERED" -> Kind.LAPSED;
+            case "SEQUENCE_GAP" -> expected > 0 ? Kind.GAP : Kind.FINAL;
+            case "MESSAGE_TOO_LARGE" -> Kind.FINAL; // a message does not shrink by waiting
+            // By code, so that a reason of a newer controller is waited for as well.
+            default -> switch (status.getCode()) {
+                case UNAVAILABLE, RESOURCE_EXHAUSTED -> Kind.LATER;
+                default -> Kind.FINAL;
+            };
+        };
+        var exit = new ExitException(code, info.getReason() + ": " + status.getDescription());
+        return new Fault(kind, exit, delay, expected);
+    }
+
+    private static long number(String text) {
+        try {
+            return Long.parseLong(text);
+        } catch (NumberFormatException notOne) {
+            return 0;
+        }
+    }
+}
