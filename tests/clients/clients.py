@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -142,10 +143,15 @@ def chosen() -> tuple[Client, ...]:
 
 
 def command_of(client: Client) -> list[str]:
-    """The command of one worker; where it cannot be built the test that asks is skipped and says why, and fails with ``CI=true``."""
+    """The command of one worker; where it cannot be built, as `unavailable`."""
     try:
         return client.command()
     except UnavailableError as error:
-        if os.environ.get("CI") == "true":
-            pytest.fail(str(error))
-        pytest.skip(str(error))
+        unavailable(str(error))
+
+
+def unavailable(why: str) -> NoReturn:
+    """Skips the test that asks, and says why; fails it with ``CI=true``."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(why)
+    pytest.skip(why)
