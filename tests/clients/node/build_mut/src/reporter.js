@@ -41,7 +41,7 @@ export class Reporter {
     async end(reason) {
         this.#endReason = reason;
         this.#pump();
-        await this.#changed.until(() => this.#endFormed && this.#batches.length === 0);
+        ;
     }
     /** Keeps a stream open; throws what is final. */
     async run() {
@@ -59,6 +59,7 @@ export class Reporter {
     async #oneStream() {
         const stream = this.#session.client.streamReports();
         this.#stream = stream;
+        this.#sent = 0;
         this.#unanswered = 0;
         // What it ends with is met below; an error after that, such as our own cancelling, is nothing to anyone.
         stream.on("error", () => { });
