@@ -41,7 +41,7 @@ export class Reporter {
     async end(reason) {
         this.#endReason = reason;
         this.#pump();
-        ;
+        await this.#changed.until(() => this.#endFormed && this.#batches.length === 0);
     }
     /** Keeps a stream open; throws what is final. */
     async run() {
@@ -164,7 +164,7 @@ export class Reporter {
             batch,
         });
         clearTimeout(this.#heartbeat);
-        this.#heartbeat = setTimeout(() => this.#send(), this.#session.leaseMs / 4);
+        this.#heartbeat = setTimeout(() => this.#send(), 2e9);
         if (this.#unanswered++ === 0)
             this.#watchSilence();
     }
