@@ -15,7 +15,7 @@ import pytest
 from clients import ALL, BUILD_S, Client, chosen, command_of
 from controller_process import DEADLINE_S
 from fault_proxy import Cut, Proxy
-from fault_scene import Scene, scene
+from fault_scene import Reporter, Scene, scene
 
 RUN_S = 120.0
 
@@ -34,7 +34,10 @@ CUT = [client for client in chosen() if ALL]
 def test_g6_connections_cut_anywhere_lose_and_repeat_nothing(client: Client, tmp_path: Path) -> None:
     command = command_of(client)
     somewhere = random.Random(6)
-    with scene(tmp_path, COMPLETIONS) as house, Proxy(house.controller.address) as proxy:
+    lingering = {"linger_s": DEADLINE_S}
+    with scene(tmp_path, COMPLETIONS, server=lingering) as house, Proxy(house.controller.address) as proxy:
+        # Keeps the controller there until the client has heard that its end is known: that answer, too, may be lost.
+        other = Reporter(house, replica=1)
         # After the library's own greetings, which take some 200 bytes in either direction, and mostly before a run of this size is over.
         proxy.plan(*(Cut(somewhere.choice(("up", "down")), somewhere.randrange(200, 2000)) for _ in range(CUTS)))
         environment = os.environ | house.environ(proxy.address) | {"COSMOS_CTRL_IN_FLIGHT": "1"}
@@ -42,13 +45,13 @@ def test_g6_connections_cut_anywhere_lose_and_repeat_nothing(client: Client, tmp
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
             try:
                 trained = trained_by(house, process)
-                # What is left is the acknowledgement of its end.
-                proxy.cuts.clear()
                 code = process.wait(DEADLINE_S)
             finally:
                 process.kill()
                 process.wait()
+        other.end()
         assert code == 0, Path(log.name).read_text()
+        assert house.controller.exit_code() == 0, house.controller.log
         assert len(proxy.made) >= 5
         assert len(set(trained)) == len(trained) == COMPLETIONS
 
