@@ -6,6 +6,7 @@ import com.google.rpc.ErrorInfo;
 import com.google.rpc.RetryInfo;
 import io.grpc.Status;
 import io.grpc.protobuf.StatusProto;
+import java.io.IOException;
 import java.time.Duration;
 
 /**
@@ -67,6 +68,8 @@ record Fault(Kind kind, ExitException exit, Duration delay, long expected) {
                 "%s without the controller's ErrorInfo: %s", status.getCode(), status.getDescription());
         var kind = switch (status.getCode()) {
             case UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED -> Kind.UNREACHABLE; // CANCELLED: the server is going down
+            // What came over the wire has no cause; with one it is the library's name for a write that met a closed connection.
+            case UNKNOWN -> status.getCause() instanceof IOException ? Kind.UNREACHABLE : Kind.FINAL;
             default -> Kind.FINAL;
         };
         return new Fault(kind, exit, Duration.ZERO, 0);
