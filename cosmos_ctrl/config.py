@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cosmos_ctrl.checkpoints.document import plain_compatibility
+from cosmos_ctrl.checkpoints.compatibility import Topology, plain_compatibility
 from cosmos_ctrl.checkpoints.retention import RetentionPolicy
 from cosmos_ctrl.checkpoints.stores.opening import ObjectLocation, parse_location
 from cosmos_ctrl.core.policy import RunPolicy
@@ -30,6 +31,7 @@ _Positive = Annotated[int, Field(ge=1)]
 #: Finite, and short enough for a timer and for the wire.
 _Seconds = Annotated[float, Field(gt=0, le=1e6)]
 _Name = Annotated[str, Field(min_length=1)]
+_Mesh = Annotated[dict[_Name, _Positive], Field(min_length=1)]
 
 
 def _storable(value: dict[str, Any]) -> dict[str, Any]:
@@ -96,8 +98,9 @@ class TrainSection(_Section):
     """Prompt groups in one training step."""
     max_steps: _Count | None = None
     """Hard limit; counts replayed steps."""
-    tail: Literal["train", "discard"] = "train"
-    """What becomes of groups that are too few for a whole step when the budget is exhausted."""
+    tail: Literal["train", "discard", "wait"] = "train"
+    """What becomes of groups that are too few for a whole step when the budget is exhausted. They wait in the final checkpoint, and come
+    again in an execution with another `tail` or smaller steps."""
     stop_grace_s: _Seconds = 120.0
     """Time to finish in after a stop was requested."""
     step_timeout_s: _Seconds = 3600.0
@@ -106,6 +109,26 @@ class TrainSection(_Section):
     """Longest wait for all trainer ranks to confirm what they restored."""
     trainers: Annotated[dict[_Name, _Positive], Field(min_length=1)] = {"policy": 1}
     """Trainer groups and their ranks; rank 0 of the first one leads."""
+    mesh: dict[_Name, _Mesh] = {}
+    """By trainer group the dimensions of its device mesh, in order, with their sizes: { policy = { dp_shard = 2, tp = 2 } }. Recorded in every
+    checkpoint with the world size."""
+    sharding: dict[_Name, _Name] = {}
+    """By trainer group how its state lies on the mesh, in a word of the application's own: { policy = "fsdp2" }. Recorded as well."""
+
+    @model_validator(mode="after")
+    def _topology_fits(self) -> TrainSection:
+        for key, declared in (("mesh", self.mesh), ("sharding", self.sharding)):
+            if unknown := sorted(declared.keys() - self.trainers.keys()):
+                raise ValueError(
+                    f"train.{key} names {', '.join(unknown)}, and train.trainers has {', '.join(self.trainers)}"
+                )
+        for group, sizes in self.mesh.items():
+            if math.prod(sizes.values()) != self.trainers[group]:
+                told = " × ".join(f"{name} {size}" for name, size in sizes.items())
+                raise ValueError(
+                    f"train.mesh of {group} is {told}, and train.trainers gives it {self.trainers[group]} ranks"
+                )
+        return self
 
 
 class RolloutSection(_Section):
@@ -197,7 +220,9 @@ class CheckpointsSection(_Section):
     keep_every: _Count = 0
     """With keep_last: checkpoints whose step is a multiple of this are kept for ever as well; 0: none."""
     compatibility: Annotated[dict[str, Any], AfterValidator(_storable)] = {}
-    """The application's own settings that a resumed run must share."""
+    """The application's own settings that a resumed run must share. Kept and shown in the clear."""
+    reshard: bool = False
+    """Whether a checkpoint of another world size, mesh or sharding may be loaded: its state is saved by torch.distributed.checkpoint."""
 
     @model_validator(mode="after")
     def _retention_fits(self) -> CheckpointsSection:
@@ -290,6 +315,11 @@ class Config(_Section):
     @property
     def _location(self) -> Path | ObjectLocation:
         return parse_location(self.run.directory or f"runs/{self.run.name}")
+
+    def topology(self) -> Topology:
+        """How the trainers are laid out, and whether a checkpoint of another layout may be loaded."""
+        train = self.train
+        return Topology.of(train.trainers, train.mesh, train.sharding, reshard=self.checkpoints.reshard)
 
     def policy(self, *, deterministic: bool = False) -> RunPolicy:
         """What the core is told, with a sampler that is deterministic or is not."""

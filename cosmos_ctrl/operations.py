@@ -196,6 +196,7 @@ def inspect(store: Store, path: str) -> dict[str, Any]:
         "sampling_owner": metadata.sampling_owner,
         "sampler_state": {"codec": metadata.encoded_state.codec, "size_bytes": len(metadata.encoded_state.data)},
         "repeat_bound_completions": manifest.repeat_bound_completions,
+        "horizon_training_steps": manifest.horizon_training_steps,
         "size_bytes": manifest.total_bytes,
         "artifacts": [{"name": name, **asdict(artifact)} for name, artifact in manifest.artifacts.items()],
         "compatibility": dict(manifest.compatibility),

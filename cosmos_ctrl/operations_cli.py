@@ -72,7 +72,7 @@ _IMPORT = """\
 Reads a checkpoint that cosmos-rl's manifest helper committed (its manifest.json has schema_version 1, metadata, compatibility and
 artifacts), copies its files into RUN/checkpoints, verifies every byte of the copies, and commits them there. The original is not changed.
 The new checkpoint is of execution 0, so each one that an execution of RUN saves is newer. Its compatibility is the original's: a run whose
-settings differ, or are said in other keys, refuses it by the names of those keys."""
+settings differ, or are said in other keys, refuses it and names them. It records no topology: the first resume takes checkpoints.reshard = true."""
 
 
 _RUN = "the run's directory, or its URI in an object store"

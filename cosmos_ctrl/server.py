@@ -31,6 +31,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cosmos_ctrl.checkpoints.adapter import ManifestAdapter
 from cosmos_ctrl.checkpoints.claims import claim_execution, pin_resume
+from cosmos_ctrl.checkpoints.compatibility import TOPOLOGY, Topology
 from cosmos_ctrl.checkpoints.digests import parse_digest
 from cosmos_ctrl.checkpoints.discovery import list_checkpoints, path_in_run
 from cosmos_ctrl.checkpoints.names import check_artifact_names
@@ -44,7 +45,7 @@ from cosmos_ctrl.core.errors import ResumeMetadataMismatch, UnsafeNameError
 from cosmos_ctrl.core.execution import ExecutionIdentity
 from cosmos_ctrl.core.ledger import SamplingBoundary
 from cosmos_ctrl.core.replay import Doubt, Replay, ReplayRecord, restore
-from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata
+from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata, require_count
 from cosmos_ctrl.core.samplers import SeekableSampler
 from cosmos_ctrl.core.sampling import Prompt, ResumeRequest, Sampling, TrainRequest, load_resume_metadata
 from cosmos_ctrl.exits import ExitCode
@@ -83,7 +84,13 @@ class Application:
     """How it resumes; `ManifestAdapter` for checkpoints that are committed by a manifest. None: a legacy controller, which
     has no execution ID and no fence, claims nothing and publishes nothing."""
     compatibility: Mapping[str, Any] = field(default_factory=dict)
-    """What a resumed run must share with the one that saved: plain JSON values."""
+    """What a resumed run must share with the one that saved: plain JSON values. The topology of the trainers is the configuration's, and is
+    recorded and compared beside it."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError when `compatibility` has the controller's own key."""
+        if TOPOLOGY in self.compatibility:
+            raise ValueError(f"compatibility has the key {TOPOLOGY!r}, which the controller writes; choose another one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,6 @@ def prompts_application(config: Config) -> Application:
         "dataset": dataset.fingerprint,
         "sampler": {"kind": "seekable", "shuffle": section.shuffle, "seed": section.seed},
         "n_generation": n_generation,
-        "trainers": dict(config.train.trainers),
         "application": config.checkpoints.compatibility,
     }
     return Application(
@@ -234,6 +240,8 @@ def _open_run(config: Config, application: Application) -> _Opened:
     probe_conditional_puts(store)
     note = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": round(time.time(), 3)}
     number = claim_execution(store, execution_id=execution_id, note=note)
+    if isinstance(application.adapter, ManifestAdapter):
+        application.adapter.topology = config.topology()
     request = ResumeRequest(TrainRequest(config.train.resume, config.location))
     metadata = load_resume_metadata(application.adapter, request, owner=sampling.owner_name)
     resumed_from = _path_to_pin(store, metadata.checkpoint_path) if metadata else None
@@ -257,7 +265,7 @@ async def _restore_run(config: Config, application: Application, opened: _Opened
         opened.identity,
         opened.sampling,
         start,
-        _resumed(application.adapter, opened.metadata),
+        _resumed(application.adapter, opened.metadata, config.topology()),
         replay=replay,
         clock=time.monotonic,
         new_id=lambda: secrets.token_hex(16),
@@ -270,10 +278,19 @@ async def _restore_run(config: Config, application: Application, opened: _Opened
         uri=_uri_of(config),
         sampling_owner=opened.sampling.owner_name,
         compatibility=application.compatibility,
+        topology=config.topology(),
         on_corrupt=config.checkpoints.on_corrupt,
         max_record_bytes=config.replay.max_record_bytes,
         retention=config.checkpoints.retention(),
     )
+    resumed, planned = controller.resumed, controller.planned_training_steps(application.budget_completions)
+    if resumed is not None and resumed.horizon_training_steps not in (None, planned):
+        _log.warning(
+            "the run was planned for %d training steps when it began, where the configuration gives %d: its budget and its horizon stay "
+            "as they were; with train.resume = false a lineage with the new ones begins",
+            resumed.horizon_training_steps,
+            planned,
+        )
     if spared := controller.statistics().spared_completions:
         _log.info("%d completions beyond the boundary are settled already and not generated again", spared)
     return Runtime(controller, info, opened.store)
@@ -324,18 +341,48 @@ async def _say_health(servicer: Any, status: Any) -> None:
         await servicer.set(name, status)
 
 
-def _resumed(adapter: ControllerResumeAdapter | None, metadata: ControllerResumeMetadata | None) -> Resumed | None:
+def _resumed(
+    adapter: ControllerResumeAdapter | None, metadata: ControllerResumeMetadata | None, topology: Topology
+) -> Resumed | None:
     if metadata is None:
         return None
     found = adapter.found if isinstance(adapter, ManifestAdapter) else None
     if found is None:
-        # An application that owns its checkpoints keeps W with them, and its adapter says what it kept.
-        return Resumed(metadata=metadata, repeat_bound_completions=getattr(adapter, "repeat_bound_completions", 0))
+        return _resumed_from_own_format(adapter, metadata)
+    for key, what in topology.changes(found.manifest.compatibility).items():
+        _log.info("resharding %s: %s", key, what)
     return Resumed(
         metadata=metadata,
         manifest_digest=found.manifest_digest,
         repeat_bound_completions=found.manifest.repeat_bound_completions,
+        horizon_training_steps=found.manifest.horizon_training_steps,
         application_note=found.manifest.application_note,
+        resharded_groups=topology.other_groups(found.manifest.compatibility),
+    )
+
+
+def _resumed_from_own_format(adapter: ControllerResumeAdapter | None, metadata: ControllerResumeMetadata) -> Resumed:
+    """An application that owns its checkpoints keeps W and the horizon with them, and its adapter says what it kept.
+
+    Raises:
+        TypeError, ValueError: what it says is no count.
+    """
+    repeats = getattr(adapter, "repeat_bound_completions", None)
+    if repeats is None:
+        # Nobody knows what was issued beyond the boundary; more than what remains it cannot be.
+        repeats = metadata.remaining_completions
+        _log.warning(
+            "%s does not say what may repeat (repeat_bound_completions): taken as all that remains, %d completions",
+            type(adapter).__name__,
+            repeats,
+        )
+    horizon = getattr(adapter, "horizon_training_steps", None)
+    return Resumed(
+        metadata=metadata,
+        repeat_bound_completions=require_count("the adapter's repeat_bound_completions", repeats),
+        horizon_training_steps=None
+        if horizon is None
+        else require_count("the adapter's horizon_training_steps", horizon),
     )
 
 
@@ -416,14 +463,17 @@ async def _run_to_end(runtime: Runtime, linger_s: float, signals: _Signals) -> N
 
 
 async def _linger(runtime: Runtime, linger_s: float, signals: _Signals) -> None:
-    """Wait until every worker has heard of the end. One that is over from the start waits for its trainer ranks to come and ask, however
-    early others come; a signal ends that. One that failed does not wait for ranks that never came."""
+    """Wait until every worker has heard of the end. One that is over from the start, or before its ranks agreed because of what one of them
+    restored, waits for its trainer ranks to come and ask, however early others come; a signal ends that. One that failed otherwise does not
+    wait for ranks that never came."""
     loop = asyncio.get_running_loop()
     controller, deadline = runtime.controller, loop.time() + linger_s
     nobody_asks = controller.lifecycle.end is not None and controller.lifecycle.end[0] == "STOP_REQUESTED"
-    expected = controller.commands.ranks if controller.lifecycle.failure is None else ()
+    expected = controller.commands.ranks if controller.tells_latecomers else ()
     while (left := deadline - loop.time()) > 0:
-        came = list(controller.workers) and all(controller.workers.at(rank) for rank in expected)
+        came = list(controller.workers) and all(
+            controller.workers.at(rank) or rank in controller.turned_away for rank in expected
+        )
         if controller.everyone_knows and (nobody_asks or signals.after_the_end or came):
             return
         await runtime.revisions.beyond(runtime.revisions.current, left)

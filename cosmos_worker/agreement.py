@@ -67,7 +67,7 @@ class Agreement:
                 connection.unary(connection.stub.SubmitReports, lambda worker: pb.SubmitReportsRequest(worker=worker))
             )
             raise ExecutionEndedError(end_reason="FAILURE", message=response.end.message)
-        self._resume = resume_from(response, self._run_directory)
+        self._resume = resume_from(response, self._run_directory, connection.place.group)
         return self._resume
 
     def artifacts(self, resume: Resume) -> Artifacts:
@@ -89,7 +89,14 @@ class Agreement:
                     expected=checkpoint.manifest_digest,
                     found=digest,
                 )
-        files = open_artifacts(files_of, manifest, self._connection.place, path=path, telling=self._telling_damage)
+        files = open_artifacts(
+            files_of,
+            manifest,
+            self._connection.place,
+            path=path,
+            resharded=checkpoint.resharded,
+            telling=self._telling_damage,
+        )
         self.close()
         self._loaded, self._files = (manifest.metadata, digest), files
         return files

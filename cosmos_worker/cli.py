@@ -7,8 +7,10 @@ import asyncio
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from pydantic import ValidationError
 
@@ -57,5 +59,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def run() -> NoReturn:
+    """`main`, as a process that ends with its exit code. Left to the interpreter's own exit, gloo's threads abort it now and then, and the
+    code is lost."""
+    try:
+        code = main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from datetime import timedelta
@@ -190,6 +191,23 @@ class Connection:
             return
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear it
             self._loop.call_soon_threadsafe(callback)
+
+    def listen(self, end: socket.socket, callback: Callable[[], object]) -> None:
+        """Run `callback` on the loop whenever there is something to read."""
+        self.soon(lambda: self._loop.add_reader(end, callback))
+
+    def hang_up(self, end: socket.socket) -> None:
+        """Listen no more, and close it."""
+
+        def close() -> None:
+            self._loop.remove_reader(end)
+            end.close()
+
+        self.soon(close)
+
+    def end_process(self, why: str, code: int) -> None:
+        """End this process at once."""
+        self._watchdog.end_process(f"{why}; ending process {os.getpid()} with exit code {code}", code)
 
     # --- calls, on the loop ---
 

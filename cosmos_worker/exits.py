@@ -44,11 +44,16 @@ class Watchdog:
         # An execution that ended as it should still leaves a process here that does not end by itself.
         code = code or exit_code_for(TimeoutError())
         text = (
-            f"cosmos-worker {self._place}: {error}\nThe main thread did not come back to a client call within "
-            f"{self._grace_s:g} s; ending process {os.getpid()} with exit code {code}. Where its threads are:\n"
+            f"{error}\nThe main thread did not come back to a client call within "
+            f"{self._grace_s:g} s; ending process {os.getpid()} with exit code {code}. Where its threads are:"
         )
+        self.end_process(text, code, traces=True)
+
+    def end_process(self, text: str, code: int, *, traces: bool = False) -> None:
+        """Say why, and end the process at once, as nobody's cleanup can be waited for."""
         with contextlib.suppress(OSError):
-            os.write(2, text.encode())
-        with contextlib.suppress(OSError, ValueError):
-            faulthandler.dump_traceback(file=2, all_threads=True)
+            os.write(2, f"cosmos-worker {self._place}: {text}\n".encode())
+        if traces:
+            with contextlib.suppress(OSError, ValueError):
+                faulthandler.dump_traceback(file=2, all_threads=True)
         self._exit_process(code)

@@ -20,7 +20,6 @@ import grpc
 from cosmos_ctrl.core.errors import (
     ControlError,
     ExecutionEndedError,
-    MessageTooLargeError,
     NotRegisteredError,
     ResumeMetadataMismatch,
     RetryLaterError,
@@ -61,8 +60,8 @@ def fault_of(error: grpc.RpcError) -> Fault:
         return Fault(_kind_of(known), known, delay_s or 0.0)
     code = error.code()
     text = f"{code.name}: {error.details()}"
-    if delay_s is not None:  # a reason newer than this client
-        return Fault("later", ProtocolError(text), delay_s)
+    if delay_s is not None:  # a reason that this version does not know
+        return Fault("later", ConnectionError(text), delay_s)
     if code in _AGAIN or (code, error.details()) == _LOST_WRITE:
         return Fault("unreachable", ConnectionError(text))
     return Fault("final", ProtocolError(f"the call failed with {text}"))
@@ -71,10 +70,7 @@ def fault_of(error: grpc.RpcError) -> Fault:
 def _kind_of(error: ControlError) -> Literal["later", "register", "final"]:
     if isinstance(error, NotRegisteredError):
         return "register"
-    # A message does not shrink by waiting.
-    if isinstance(error, RetryLaterError) and not isinstance(error, MessageTooLargeError):
-        return "later"
-    return "final"
+    return "later" if isinstance(error, RetryLaterError) else "final"
 
 
 class Patience:

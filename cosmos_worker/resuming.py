@@ -30,11 +30,14 @@ class ResumedCheckpoint:
     """``algorithm:hex``; empty when the application owns its checkpoints."""
     application_note: Any
     """The application's own JSON, decoded, as saved with the checkpoint; None if none."""
+    resharded: bool = False
+    """Whether this rank's group was of another world size, mesh or sharding when it was saved; then its random states are none of this
+    rank's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What this execution starts from. The same on every rank."""
+    """What this execution starts from. The same on every rank of a trainer group."""
 
     checkpoint: ResumedCheckpoint | None
     """None: the run is fresh."""
@@ -52,14 +55,18 @@ class Resume:
     """Hard limit, replayed steps included; None: no limit."""
     repeat_bound_completions: int
     """At most so many completions are trained that the restored model has been trained on before."""
+    horizon_training_steps: int
+    """Training steps that the run was planned to take when it began: what a schedule is made for. The same after every restart, though
+    repeats may take a few steps more, and discards fewer."""
 
 
-def resume_from(response: pb.GetResumeStateResponse, run_directory: str) -> Resume:
+def resume_from(response: pb.GetResumeStateResponse, run_directory: str, group: str) -> Resume:
     """The controller's answer as a value.
 
     Args:
         response: from GetResumeState.
         run_directory: where this machine has the run, a path or URI; empty: where the controller has it.
+        group: the rank's trainer group.
 
     Raises:
         ProtocolError: the answer cannot mean anything, or the run cannot be opened here.
@@ -75,6 +82,7 @@ def resume_from(response: pb.GetResumeStateResponse, run_directory: str) -> Resu
             metadata=metadata,
             manifest_digest=response.manifest_digest,
             application_note=json.loads(response.application_note) if response.application_note else None,
+            resharded=group in response.resharded_groups,
         )
     limits = response.limits
     return Resume(
@@ -86,6 +94,7 @@ def resume_from(response: pb.GetResumeStateResponse, run_directory: str) -> Resu
         execution_id=response.header.execution_id,
         max_training_steps=limits.max_training_steps if limits.HasField("max_training_steps") else None,
         repeat_bound_completions=response.repeat_bound_completions,
+        horizon_training_steps=response.horizon_training_steps,
     )
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -109,7 +110,18 @@ class WorkerPlace:
     @property
     def prefix(self) -> str:
         """Folder of this rank's artifacts in a checkpoint, with its slash."""
-        return f"{self.group}-{self.rank}/"
+        return rank_folder(self.group, self.rank)
+
+
+def rank_folder(group: str, rank: int) -> str:
+    """Folder of a trainer rank's artifacts in a checkpoint, with its slash."""
+    return f"{group}-{rank}/"
+
+
+def rank_of(artifact: str, group: str) -> int | None:
+    """The rank in whose `rank_folder` an artifact lies; None if it is no rank's of the group."""
+    match = re.match(rf"{re.escape(group)}-(\d+)/", artifact)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,8 @@ class Stamp:
     execution_id: str
     """Of the execution that saved; empty for a checkpoint that a script published."""
     checkpoint_id: str
+    resharded: bool = dataclasses.field(default=False, compare=False)
+    """No part of the stamp: whether who reads is one of another world size, mesh or sharding, so that the rank is not its own."""
 
     def __post_init__(self) -> None:
         for name in ("rank", "steps", "updates"):
@@ -37,7 +39,7 @@ class Stamp:
 
     def values(self) -> dict[str, Any]:
         """Plain values by name."""
-        return dataclasses.asdict(self)
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.compare}
 
     def check(self, found: object, *, path: str, artifact: str) -> None:
         """Compare `found`, from an artifact's content, with what it should be.

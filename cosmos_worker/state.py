@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 from cosmos_worker.dcp import OpensRanks, PlainLoadPlanner, SaveReader
 from cosmos_worker.errors import WorkerError
 from cosmos_worker.stamps import Stamp
+
+_log = logging.getLogger(__name__)
 
 #: Of the dict.
 FORMAT = 1
@@ -110,6 +113,9 @@ def check(state: Any, parts: Mapping[str, Stateful], expected: Stamp) -> None:
 def restore(state: Any, parts: Mapping[str, Stateful], expected: Stamp) -> Stamp:
     """`check`, then load `state` into `parts` and set the random states. What the optimizer is given is its own from then on.
 
+    Where another world saved it (`Stamp.resharded`), the random states stay as they are: which ranks of this one must draw alike, and which
+    must not, only the application knows. It seeds them.
+
     Args:
         state: what `torch.load` read.
         parts: the same names as it was captured with.
@@ -132,6 +138,9 @@ def restore(state: Any, parts: Mapping[str, Stateful], expected: Stamp) -> Stamp
                 "may have changed: do not confirm, and start this rank again"
             ) from error
         loaded.append(name)
+    if expected.resharded:
+        _log.warning("random states are not restored, since another world saved them: seed the generators of this rank")
+        return Stamp(**state["stamp"])
     # Last: loading may draw.
     for name, source in _random_sources().items():
         source.set(state["random"][name])
@@ -194,6 +203,11 @@ def _misfits(part: Stateful, saved: Any) -> list[str]:
         sizes = [len(group["params"]) for group in groups]
         wanted = [len(group["params"]) for group in part.param_groups]
         return [] if sizes == wanted else [f"it has groups of {sizes} parameters, and the optimizer of {wanted}"]
+    if isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+        # Torch takes a state without it, and starts the schedule from where this one happens to stand.
+        return (
+            [] if isinstance(saved, dict) and "last_epoch" in saved else ["it lacks the schedule's place, 'last_epoch'"]
+        )
     here = part.state_dict()
     if not isinstance(part, torch.nn.Module):
         return ["its state is empty"] if here and not saved else []

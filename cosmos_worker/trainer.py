@@ -5,6 +5,7 @@
 * A command is complete for the user when the controller has acknowledged it.
 * A save may go on in the background, one at a time. That it failed is raised by the user's next call, before it does anything.
 * Every wait has a deadline; a rank whose execution is over hears of it in its next call, or is ended by the client's thread.
+* SIGTERM and SIGUSR1 to a rank stop the run well; a second one ends the rank. See `signals`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from cosmos_worker.resuming import Resume
 from cosmos_worker.saves import Save, SavePlace
 from cosmos_worker.settings import RUN_DIRECTORY, ClientConfig, Endpoint, WorkerPlace, count_from
 from cosmos_worker.shared_commands import Ask, shared
+from cosmos_worker.signals import StopSignals
 from cosmos_worker.training_calls import TrainingCalls
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class Trainer:
         self._calls = TrainingCalls(self._connection)
         self._agreement = Agreement(self._connection, self._artifacts, run_directory)
         self._background = Background(self._connection)
+        self._signals = StopSignals(self._connection, self._calls)
         self._number = 0
         """Of the last command received."""
         self._open: Work | None = None
@@ -138,6 +141,7 @@ class Trainer:
         except BaseException as error:
             self._leave(error)
             raise
+        self._signals.install()
         return self
 
     def __exit__(
@@ -157,7 +161,8 @@ class Trainer:
         return self._agreement.resume()
 
     def artifacts(self, resume: Resume) -> Artifacts:
-        """This rank's files of the checkpoint, verified, open for reading, by the names they were saved under.
+        """This rank's files of the checkpoint, verified, open for reading, by the names they were saved under. When it is resharded,
+        they are of the rank that ``stamp.rank`` of the answer says.
 
         They are closed by `confirm`, at the latest. When something is damaged or missing, the controller is told (it
         records that, and ends) before the error is raised.
@@ -368,6 +373,7 @@ class Trainer:
             failure = self._end_save(error)
             self._say_goodbye(failure)
         finally:
+            self._signals.restore()
             self._connection.stop()
         if failure is not None and failure is not error:
             raise failure

@@ -6,9 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any
-
 import grpc
 
 from cosmos_ctrl.core.errors import RetryLaterError
@@ -73,15 +70,26 @@ class TrainingCalls:
         """Ask for the end."""
         connection = self._connection
         connection.check()
-        deadline = None if deadline_s is None else duration_of(deadline_s)
-        work: Coroutine[Any, Any, pb.RequestStopResponse] = connection.unary(
-            connection.stub.RequestStop,
-            lambda worker: pb.RequestStopRequest(worker=worker, reason=reason, deadline=deadline),
-        )
+        work = self.ask_to_stop(reason, deadline_s)
         if wait:
             connection.call(work)
         else:
             connection.submit(work)
+
+    async def ask_to_stop(self, reason: str, deadline_s: float | None) -> None:
+        """The same, on the loop."""
+        connection = self._connection
+        deadline = None if deadline_s is None else duration_of(deadline_s)
+        await connection.unary(
+            connection.stub.RequestStop,
+            lambda worker: pb.RequestStopRequest(worker=worker, reason=reason, deadline=deadline),
+        )
+
+    async def say_end(self, reason: str) -> None:
+        """That this rank ends, on the loop; returns when the controller has acknowledged it."""
+        reports = self._connection.reports
+        place = await reports.append_waiting(EndItem(reason))
+        await reports.wait_acknowledged(place, self._connection.config.report_s)
 
     def say(self, item: Item) -> int:
         """Queue a report, waiting for room; returns its place."""

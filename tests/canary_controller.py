@@ -103,7 +103,7 @@ async def _serve(directory: Path) -> int:
         },
     )
     sampler = ShardCursors([SeekableSampler(PROMPTS_PER_RANK, seed=7 + rank) for rank in range(RANKS)])
-    compatibility = {"shards": sampler.compatibility, "trainers": {"policy": RANKS}}
+    compatibility = {"shards": sampler.compatibility}
     application = Application(
         sampler=None,
         batch_sampler=sampler,

@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def write_config(directory: Path, **overrides: dict[str, Any]) -> Path:
-    """A configuration file for a run in `directory`."""
+    """A configuration file for a run in `directory`; None takes a setting out."""
     directory.mkdir(parents=True, exist_ok=True)
     prompts = directory / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{n} + {n}", "answer": str(2 * n)}) + "\n" for n in range(8)))
@@ -47,6 +47,7 @@ def write_config(directory: Path, **overrides: dict[str, Any]) -> Path:
     sections["sampling"]["prompts"] = str(prompts)
     for name, values in overrides.items():
         sections.setdefault(name, {}).update(values)
+        sections[name] = {key: value for key, value in sections[name].items() if value is not None}
     lines = []
     for name, values in sections.items():
         lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]

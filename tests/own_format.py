@@ -19,7 +19,6 @@ class OwnFormat:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "mine.json"
-        self.repeat_bound_completions = 0
 
     def save(self, command: SaveWork) -> None:
         """All of it under another name, durably, and then in the place of the one before."""
@@ -50,6 +49,7 @@ class OwnFormat:
             "codec": metadata.encoded_state.codec,
             "state": base64.b64encode(metadata.encoded_state.data).decode(),
             "repeats": command.repeat_bound_completions,
+            "horizon": command.horizon_training_steps,
         }
         text = json.dumps(values).encode()
         return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
@@ -59,7 +59,7 @@ class OwnFormat:
         if hashlib.sha256(text).hexdigest().encode() != digest:
             raise ValueError(f"{self.path} is damaged: its digest is another than it says; restore it from a copy")
         values = json.loads(text)
-        self.repeat_bound_completions = values["repeats"]
+        self.repeat_bound_completions, self.horizon_training_steps = values["repeats"], values["horizon"]
         return ControllerResumeMetadata(
             completed_training_steps=values["info"]["step"],
             completed_optimizer_updates=values["info"]["optimizer_updates"],

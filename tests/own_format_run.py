@@ -37,6 +37,7 @@ class Execution:
     ready: server.Ready
     restored_steps: int
     repeat_bound_completions: int
+    horizon_training_steps: int
     trained: list[str]
     """Prompt keys, in order."""
     saves: list[str]
@@ -52,7 +53,12 @@ def train_nothing_else(step: int, keys: list[str]) -> None:
 
 
 async def execute(
-    directory: Path, max_steps: int, *, saving: Saving = save_whole, training: Training = train_nothing_else
+    directory: Path,
+    max_steps: int,
+    *,
+    form: type[OwnFormat] = OwnFormat,
+    saving: Saving = save_whole,
+    training: Training = train_nothing_else,
 ) -> Execution:
     """One execution to its end."""
     config = load_config(
@@ -65,7 +71,7 @@ async def execute(
             "checkpoints": {"owner": "application", "every_steps": 2},
         },
     )
-    adapter = OwnFormat(directory.parent)
+    adapter = form(directory.parent)
     application = server.Application(
         sampler=SeekableSampler(PROMPTS, seed=3),
         prompt_of=lambda index: Prompt(f"prompt-{index}"),
@@ -75,6 +81,8 @@ async def execute(
     ready: asyncio.Future[server.Ready] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(server.serve(config, application, on_ready=ready.set_result))
     await asyncio.wait({serving, ready}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        serving.result()
     environ = {
         "COSMOS_CTRL_ADDRESS": ready.result().address,
         "COSMOS_CTRL_EXECUTION_ID": ready.result().execution_id,
@@ -102,7 +110,8 @@ async def execute(
                     training(command.step, keys)
                     trained.extend(keys)
                     trainer.complete(command, updates=1)
-        return Execution(ready.result(), steps, resume.repeat_bound_completions, trained, saves)
+        bounds = resume.repeat_bound_completions, resume.horizon_training_steps
+        return Execution(ready.result(), steps, *bounds, trained, saves)
 
     def generate() -> None:
         with SyncRollout.from_env(environ=environ) as rollout:

@@ -1,9 +1,9 @@
-"""Four ranks of a model sharded by FSDP2, saved asynchronously by torch.distributed.checkpoint: a process that forks them.
+"""Ranks of a model sharded by FSDP2, saved asynchronously by torch.distributed.checkpoint: a process that forks them.
 
     python sharded_trainer.py DIRECTORY RANKS
 
-Every rank writes a line for each step into DIRECTORY: the loss and a digest of the whole weights. While DIRECTORY holds a file called
-``hold-STEP``, rank 1 does not finish writing the save of that step.
+Every rank writes a line for each step into DIRECTORY: the loss and digests of the whole weights and momentum; and one, in a file of its own,
+for what it restored. While DIRECTORY holds a file called ``hold-STEP``, rank 1 does not finish writing the save of that step.
 """
 
 from __future__ import annotations
@@ -57,8 +57,22 @@ class Drawn:
         self.count = state_dict["count"]
 
 
+def seed(number: int) -> None:
+    for generator in (random.seed, np.random.seed, torch.manual_seed):
+        generator(number)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Of the whole tensors; all ranks call it."""
+    parameters = list(model.parameters())
+    moments = [optimizer.state[each][name] for each in parameters for name in ("step", "exp_avg", "exp_avg_sq")]
+    found = {"weights": [*model.state_dict().values()], "momentum": moments}
+    flat = {name: torch.cat([whole(tensor).flatten() for tensor in tensors]) for name, tensors in found.items()}
+    return {name: digest_bytes(tensor.detach().numpy().tobytes()) for name, tensor in flat.items()}
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[TrainGroup], noise: float) -> float:
@@ -88,8 +102,7 @@ def run(rank: int, ranks: int, directory: Path) -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     drawn = Drawn()
     rest: dict[str, Any] = {"scheduler": scheduler, "drawn": drawn}
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(100 + rank)
+    seed(100 + rank)
     lines = (directory / f"steps-{os.getppid()}-{rank}.jsonl").open("w", buffering=1)
 
     def write(content: Any, file: IO[bytes]) -> None:
@@ -106,6 +119,11 @@ def run(rank: int, ranks: int, directory: Path) -> None:
                 state.load_sharded(files, "model", model, optimizer)
                 found = state.restore(torch.load(files["rest.pt"], weights_only=True), rest, files.stamp)
                 steps, updates = found.steps, found.updates
+            if resume.checkpoint.resharded:
+                seed(1000 * steps + rank)
+            restored = {"step": steps, "n": drawn.count, "resharded": resume.checkpoint.resharded}
+            restored |= digests(model, optimizer)
+            (directory / f"restored-{os.getppid()}-{rank}.json").write_text(json.dumps(restored))
         trainer.confirm(steps=steps, updates=updates)
         for command in trainer.commands(process_group=dist.group.WORLD):
             if command.is_save:
@@ -115,18 +133,18 @@ def run(rank: int, ranks: int, directory: Path) -> None:
                     save.finish_after(async_save(sharded, storage_writer=writer, process_group=saving))
                     save.write_later("rest.pt", state.capture(rest, save.stamp), write)
                 continue
-            loss = train(model, optimizer, command.payloads(), drawn.draw())
+            noise = drawn.draw()
+            loss = train(model, optimizer, command.payloads(), noise)
             scheduler.step()
-            weights = torch.cat([whole(each).flatten() for each in model.state_dict().values()])
-            digest = digest_bytes(weights.detach().numpy().tobytes())
-            trainer.complete(command, updates=1)
             line = {
                 "step": command.step,
                 "loss": loss,
-                "weights": digest,
                 "rate": scheduler.get_last_lr(),
                 "n": drawn.count,
+                "noise": noise,
             }
+            line |= digests(model, optimizer)
+            trainer.complete(command, updates=1)
             lines.write(json.dumps(line) + "\n")
     dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ import pytest
 from own_format import OwnFormat
 from own_format_run import DEATHS, GROUPS_PER_STEP, PROMPTS, execute
 
+from cosmos_ctrl.core.resume import ControllerResumeMetadata, ResumeSettings
 from cosmos_worker.commands import SaveWork
 
 ALL = sorted(f"prompt-{index}" for index in range(PROMPTS))
@@ -38,6 +39,43 @@ async def test_g1_a_foreign_format_is_saved_and_resumed_and_no_manifest_is_writt
     assert set(first.saves + second.saves) == {"COMMITTED"}
     assert stored(tmp_path)["info"]["remain_samples_num"] == 0
     assert not list((tmp_path / "run").rglob("manifest.json"))
+
+
+class Forgetful(OwnFormat):
+    """One that was written before there was anything to keep beside the metadata."""
+
+    def load_metadata(self, config: ResumeSettings) -> ControllerResumeMetadata | None:
+        found = super().load_metadata(config)
+        for name in ("repeat_bound_completions", "horizon_training_steps"):
+            self.__dict__.pop(name, None)
+        return found
+
+
+@pytest.mark.parametrize("form", [OwnFormat, Forgetful])
+async def test_g2_g8_what_a_foreign_format_does_not_keep_is_bounded_and_not_called_nothing(
+    form: type[OwnFormat], tmp_path: Path
+) -> None:
+    first = await execute(tmp_path / "run", max_steps=2, form=form)
+    assert (first.repeat_bound_completions, first.horizon_training_steps) == (0, 2)
+    kept = stored(tmp_path)["repeats"]
+    assert kept < 24
+    second = await execute(tmp_path / "run", max_steps=4, form=form)
+    bounds = second.repeat_bound_completions, second.horizon_training_steps
+    # What remains is all that can have been issued, then and later; a plan that was not kept is made anew.
+    assert bounds == ((24, 4) if form is Forgetful else (kept, 2))
+    assert (stored(tmp_path)["repeats"] == 16) is (form is Forgetful)
+
+
+async def test_a_bound_that_is_no_count_is_refused(tmp_path: Path) -> None:
+    class Wrong(OwnFormat):
+        def load_metadata(self, config: ResumeSettings) -> ControllerResumeMetadata | None:
+            found = super().load_metadata(config)
+            self.repeat_bound_completions = True
+            return found
+
+    await execute(tmp_path / "run", max_steps=2)
+    with pytest.raises(TypeError, match="the adapter's repeat_bound_completions"):
+        await execute(tmp_path / "run", max_steps=4, form=Wrong)
 
 
 @pytest.mark.parametrize("death", DEATHS)

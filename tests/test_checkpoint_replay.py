@@ -7,8 +7,10 @@ journals of the main job: `test_main_job.py`.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ import pytest
 import torch
 from canary_controller import BATCH, RANKS, ShardCursors, key_of
 from canary_ranks import SKIPPED, main, torchrun
-from controller_process import ControllerProcess, Worker, Workers, serving, write_config
+from controller_process import ControllerProcess, Worker, Workers, serving, started, write_config
 
 from cosmos_ctrl.audit import audit
 from cosmos_ctrl.checkpoints.discovery import list_checkpoints
@@ -206,8 +208,8 @@ def test_g1_a_group_that_was_half_complete_at_the_save_comes_again_whole(tmp_pat
     assert (found.skipped, found.repeated, found.remaining_completions) == (0, 0, 0)
 
 
-def test_g1_a_checkpoint_at_an_epochs_end_goes_on_with_the_whole_next_epoch(tmp_path: Path) -> None:
-    config = write_config(tmp_path, sampling={"completions": 32}, checkpoints={"every_steps": 4})
+def test_g1_g8_a_checkpoint_at_an_epochs_end_goes_on_with_the_whole_next_epoch(tmp_path: Path) -> None:
+    config = write_config(tmp_path, sampling={"completions": None, "epochs": 2}, checkpoints={"every_steps": 4})
     with serving(config) as first:
         workers = Workers(first)
         for _ in range(4):
@@ -228,6 +230,19 @@ def test_g1_a_checkpoint_at_an_epochs_end_goes_on_with_the_whole_next_epoch(tmp_
         end = again.to_the_end()
         assert (end.reason, end.completed_training_steps) == (pb.END_REASON_BUDGET_EXHAUSTED, 8)
         assert second.exit_code() == ExitCode.ENDED
+    # Another limit is one for a fresh run: this one was planned for two epochs, has had them, and that is said.
+    config = write_config(tmp_path, sampling={"completions": None, "epochs": 3}, checkpoints={"every_steps": 4})
+    with started(config) as third:
+        third.wait_until_ready()
+        third.signal(signal.SIGTERM)
+        assert third.exit_code() == ExitCode.ENDED
+        assert "was planned for 8 training steps when it began, where the configuration gives 12" in third.log
+        assert "nothing to do: at step 8 with no budget left" in third.log
+    journals = [path.read_text() for path in sorted((tmp_path / "run/executions").glob("*.jsonl"))]
+    issued = [json.loads(line) for text in journals for line in text.splitlines() if '"issue"' in line]
+    assert sorted((event["epoch"], event["key"]) for event in issued) == sorted(
+        (epoch, key) for epoch in (1, 2) for key in workers.keys
+    )
     found = audit(tmp_path / "run")
     assert (found.skipped, found.repeated, found.remaining_completions) == (0, 0, 0)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cosmos_ctrl.checkpoints.compatibility import Topology
 from cosmos_ctrl.checkpoints.retention import KEEP_ALL
 from cosmos_ctrl.config import Config, ConfigurationError, load_config
 from cosmos_ctrl.core.policy import RunPolicy
@@ -113,11 +114,14 @@ WRONG = [
     ("run", "journal", '"yes"', "'yes'", "boolean"),
     ("train", "groups_per_step", "0", "0", "greater than or equal to 1"),
     ("train", "max_steps", "-1", "-1", "greater than or equal to 0"),
-    ("train", "tail", '"drop"', "'drop'", "'train' or 'discard'"),
+    ("train", "tail", '"drop"', "'drop'", "'train', 'discard' or 'wait'"),
     ("train", "trainers", "{}", "{}", "at least 1 item"),
     ("train", "trainers", "{policy = 0}", "0", "greater than or equal to 1"),
     ("train", "trainers", "{'' = 1}", "''", "at least 1 character"),
     ("train", "trainers", "3", "3", "dictionary"),
+    ("train", "mesh", "{policy = {}}", "{}", "at least 1 item"),
+    ("train", "mesh", "{policy = {dp = 0}}", "0", "greater than or equal to 1"),
+    ("train", "sharding", "{policy = ''}", "''", "at least 1 character"),
     ("train", "resume", "5", "5", "boolean"),
     ("train", "resume", '""', "''", "at least 1 character"),
     ("train", "stop_grace_s", "nan", "nan", "less than or equal"),
@@ -250,6 +254,41 @@ def test_a_configuration_is_frozen():
     config = load("")
     with pytest.raises(ValueError, match="frozen"):
         config.server.port = 5
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("mesh = {policy = {dp = 2}}", "train.mesh of policy is dp 2, and train.trainers gives it 4 ranks"),
+        (
+            "mesh = {policy = {dp = 4, tp = 2}}",
+            "train.mesh of policy is dp 4 × tp 2, and train.trainers gives it 4 ranks",
+        ),
+        ("mesh = {critic = {dp = 1}}", "train.mesh names critic, and train.trainers has policy"),
+        ("sharding = {critic = 'fsdp2'}", "train.sharding names critic, and train.trainers has policy"),
+    ],
+)
+def test_a_mesh_that_is_not_the_trainers_is_refused(line, reason):
+    with pytest.raises(ConfigurationError, match=re.escape(reason)):
+        load(f"[train]\ntrainers = {{policy = 4}}\n{line}\n")
+
+
+def test_the_topology_is_what_the_trainers_are_declared_to_be():
+    assert load("").topology() == Topology({"policy": {"world_size": 1}})
+    config = load(
+        """
+        [train]
+        trainers = {policy = 8, critic = 2}
+        mesh = {policy = {pp = 2, dp_shard = 2, tp = 2}}
+        sharding = {policy = "fsdp2", critic = "replicated"}
+        [checkpoints]
+        reshard = true
+        """
+    )
+    policy = {"world_size": 8, "mesh": [["pp", 2], ["dp_shard", 2], ["tp", 2]], "sharding": "fsdp2"}
+    assert config.topology() == Topology(
+        {"policy": policy, "critic": {"world_size": 2, "sharding": "replicated"}}, reshard=True
+    )
 
 
 def test_compatibility_and_application_are_kept_as_they_are():

@@ -46,6 +46,11 @@ class Manifests(ManifestAdapter):
         assert self.found
         return self.found.manifest.repeat_bound_completions
 
+    @property
+    def horizon_training_steps(self) -> int | None:
+        assert self.found
+        return self.found.manifest.horizon_training_steps
+
 
 def publish(directory: Path, command: SaveWork) -> None:
     path = directory / command.path
@@ -59,6 +64,7 @@ def publish(directory: Path, command: SaveWork) -> None:
         execution_number=command.execution_number,
         execution_id=f"id-{command.execution_number}",
         repeat_bound_completions=command.repeat_bound_completions,
+        horizon_training_steps=command.horizon_training_steps,
     )
     publish_from_receipts(path, manifest)
 
@@ -235,6 +241,13 @@ class ForgetsRepeats(OwnFormat):
         return metadata
 
 
+class ForgetsTheHorizon(OwnFormat):
+    def decode(self, data: bytes) -> ControllerResumeMetadata:
+        metadata = super().decode(data)
+        del self.horizon_training_steps
+        return metadata
+
+
 class Changed(OwnFormat):
     """Comes back with something changed."""
 
@@ -366,6 +379,7 @@ BROKEN = [
     (ExplicitIsTheOldest, "newest: resume = a checkpoint_path gave another checkpoint"),
     (ExplicitIsRefused, "newest: resume = the newest one's checkpoint_path raised FileNotFoundError"),
     (ForgetsRepeats, "content: the adapter's repeat_bound_completions after load_metadata gave None"),
+    (ForgetsTheHorizon, "content: the adapter's horizon_training_steps after load_metadata gave None"),
     (EpochOne, "of epoch"),
     (OwnerLost, "of the batch_sampler came back with other values, or other types, of sampling_owner"),
     (UpdatesAreSteps, "of completed_optimizer_updates"),

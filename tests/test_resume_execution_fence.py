@@ -6,7 +6,8 @@ What else there is of each case:
   `core/test_commands.py`, `service/test_exactly_once.py` (in receipts); RNG files of two torchrun ranks swapped: `test_checkpoint_replay.py`
 * every field of a stamp: `cosmos_worker/test_worker_artifacts.py`
 * equal counters with another identity, ranks that disagree: `core/test_agreement.py`; also under ``python -O``: `test_server.py`
-* incompatible settings: `checkpoints/test_checkpoint_manifest.py`, `checkpoints/test_checkpoint_discovery.py`
+* incompatible settings: `checkpoints/test_checkpoint_manifest.py`, `checkpoints/test_checkpoint_discovery.py`; another topology:
+  `checkpoints/test_topology.py`, `test_sharded_run.py`
 * duplicate, old and stale reports: `service/test_exactly_once.py`, `service/test_late_results.py`, `service/test_fence.py` (every RPC), `faults/`
 * a step that was never given: `core/test_commands.py`, `core/test_controller.py`
 """
@@ -30,7 +31,9 @@ from controller_process import ControllerProcess, Worker, Workers, refused, serv
 
 from cosmos_ctrl.checkpoints.artifacts import Artifact
 from cosmos_ctrl.checkpoints.digests import digest_bytes
+from cosmos_ctrl.checkpoints.discovery import list_checkpoints
 from cosmos_ctrl.checkpoints.manifest import read_manifest
+from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.core.errors import (
     ArtifactForeignError,
     ArtifactMissingError,
@@ -44,8 +47,9 @@ from cosmos_ctrl.core.errors import (
     WrongStepError,
 )
 from cosmos_ctrl.exits import ExitCode
+from cosmos_ctrl.service.metadata import metadata_from_message
+from cosmos_ctrl.v1 import checkpoint_pb2, reports_pb2
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
-from cosmos_ctrl.v1 import reports_pb2
 from cosmos_worker.settings import ClientConfig
 from cosmos_worker.trainer import Resume, SaveWork, Trainer
 
@@ -213,7 +217,7 @@ def test_g3_a_rank_refuses_content_that_another_rank_step_or_execution_wrote_und
 
 
 def test_damage_in_another_ranks_shard_is_told_by_whoever_reads_it(run: Path) -> None:
-    config = write_config(run.parent)
+    config = write_config(run.parent, server={"linger_s": 0.5})
     damaged = checkpoint_of(run, 2) / "policy-1/state.pt"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b" ")
     with serving(config) as controller:
@@ -303,9 +307,26 @@ def test_another_dataset_and_another_topology_are_refused_and_both_named(run: Pa
     before = everything(run)
     with started(config) as controller:
         assert controller.exit_code() == ExitCode.CANNOT_RESUME
-        assert "differs in dataset, trainers" in controller.log
+        assert 'dataset: the checkpoint has "sha256:' in controller.log
+        assert "topology.policy.world_size: the checkpoint has 2, this run has 3" in controller.log
         assert not controller.ready_file.exists()
     assert everything(run) == before
+
+
+@pytest.mark.parametrize("sharding", ["", "replicated"])
+def test_a_declared_reshard_moves_no_sampling_position_and_changes_nothing_where_nothing_changed(
+    sharding: str, run: Path
+) -> None:
+    train = {"trainers": {"policy": 2}, "sharding": {"policy": sharding}} if sharding else {}
+    newest = list_checkpoints(LocalStore(run))[0].manifest
+    with serving(write_config(run.parent, train=train, checkpoints={"reshard": True})) as controller:
+        state = controller.state()
+        assert list(state.resharded_groups) == (["policy"] if sharding else [])
+        assert ("resharding topology.policy.sharding" in controller.log) is bool(sharding)
+        assert metadata_from_message(state.metadata).values() == newest.metadata.values()
+        explained = controller.stub.ExplainResume(pb.ExplainResumeRequest(), timeout=DEADLINE_S).candidates
+        assert explained[0].checkpoint.checkpoint_id == newest.checkpoint_id
+        assert explained[0].verdict == checkpoint_pb2.VERDICT_CHOSEN
 
 
 # -- settlements and reports

@@ -181,9 +181,10 @@ def test_sigterm_ends_in_a_checkpoint_at_the_real_step(tmp_path):
         assert manifest["metadata"]["remaining_completions"] == 8
 
 
-def test_sigterm_before_anything_was_trained_ends_with_nothing(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_anything_was_trained_ends_with_nothing(tmp_path, number):
     with serving(write_config(tmp_path, server={"linger_s": 0.2})) as controller:
-        controller.signal(signal.SIGTERM)
+        controller.signal(number)
         assert controller.exit_code() == ExitCode.ENDED
         assert controller.manifests() == []
 
@@ -258,12 +259,13 @@ def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path):
     assert len(list(again.run.glob("checkpoints/*"))) == 4
 
 
-def test_a_finished_run_started_again_tells_its_workers(tmp_path, trained):
-    with serving(go_on(trained, tmp_path, train={"max_steps": 2})) as again:
+@pytest.mark.parametrize("limit", [2, 1, 0])
+def test_g8_a_run_started_again_at_its_limit_or_past_it_tells_its_workers(tmp_path, trained, limit):
+    with serving(go_on(trained, tmp_path, train={"max_steps": limit})) as again:
         workers = Workers(again)
         end = workers.to_the_end()
-        assert end.reason == pb.END_REASON_STEP_LIMIT
-        assert "nothing to do" in end.message
+        assert (end.reason, end.completed_training_steps) == (pb.END_REASON_STEP_LIMIT, 2)
+        assert end.message == f"nothing to do: at step 2, the limit is {limit}"
         assert again.exit_code() == ExitCode.ENDED
         assert len(again.manifests()) == 2
 
@@ -343,7 +345,7 @@ def test_a_mismatch_reaches_every_rank_and_the_process_says_so(tmp_path, trained
 
 
 def test_damage_that_a_rank_finds_is_recorded_and_the_next_execution_errs_or_passes_over(tmp_path, trained):
-    config = go_on(trained, tmp_path)
+    config = go_on(trained, tmp_path, server={"linger_s": 0.5})
     with serving(config) as controller:
         damaged = controller.state().metadata
         worker = Worker(controller, pb.ROLE_TRAINER, 0, 2)
@@ -546,3 +548,14 @@ async def test_an_adapters_error_propagates_as_it_is(tmp_path):
     )
     with pytest.raises(ZeroDivisionError, match="mine"):
         await serve(config, application, on_ready=pytest.fail)
+
+
+def test_an_application_cannot_write_the_topology_itself():
+    with pytest.raises(ValueError, match="'topology', which the controller writes"):
+        Application(
+            sampler=SeekableSampler(4),
+            prompt_of=lambda index: Prompt(str(index)),
+            budget_completions=8,
+            adapter=None,
+            compatibility={"topology": {"policy": {"world_size": 1}}},
+        )

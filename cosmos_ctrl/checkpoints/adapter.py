@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cosmos_ctrl.checkpoints.compatibility import Topology
 from cosmos_ctrl.checkpoints.discovery import Found, OnCorrupt, discover, open_checkpoint
 from cosmos_ctrl.checkpoints.stores import Store
 from cosmos_ctrl.core.resume import ControllerResumeMetadata, ResumeSettings
@@ -34,6 +35,8 @@ class ManifestAdapter:
         self.store = store
         self.compatibility = compatibility
         self.on_corrupt: OnCorrupt = on_corrupt
+        self.topology: Topology | None = None
+        """How this run's trainers are laid out: a controller says so before it asks. None: compared with the rest."""
         self.found: Found | None = None
         """What `load_metadata` chose; None before it, and when the run is fresh."""
 
@@ -50,9 +53,11 @@ class ManifestAdapter:
         resume = config.train.resume
         self.found = None
         if resume is True:
-            self.found = discover(self.store, compatibility=self.compatibility, on_corrupt=self.on_corrupt).chosen
+            self.found = discover(
+                self.store, compatibility=self.compatibility, on_corrupt=self.on_corrupt, topology=self.topology
+            ).chosen
         elif isinstance(resume, str) and resume:
-            self.found = open_checkpoint(self.store, resume, compatibility=self.compatibility)
+            self.found = open_checkpoint(self.store, resume, compatibility=self.compatibility, topology=self.topology)
         else:
             raise ValueError(f"train.resume is {resume!r}: an adapter is asked only for True or a checkpoint's path")
         return self.found.manifest.metadata if self.found else None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cosmos_ctrl.checkpoints.artifacts import check_closed_set
+from cosmos_ctrl.checkpoints.compatibility import Topology
 from cosmos_ctrl.checkpoints.damage import damage_records
 from cosmos_ctrl.checkpoints.digests import digest_bytes
 from cosmos_ctrl.checkpoints.document import MAX_MANIFEST_BYTES
@@ -89,28 +90,33 @@ class Discovery:
     """What `discover` raises."""
 
 
-def discover(store: Store, *, compatibility: Mapping[str, Any] | None, on_corrupt: OnCorrupt) -> Discovery:
+def discover(
+    store: Store, *, compatibility: Mapping[str, Any] | None, on_corrupt: OnCorrupt, topology: Topology | None = None
+) -> Discovery:
     """Choose the checkpoint to resume from; ``chosen`` is None only when none was ever committed.
 
     Args:
         store: the run's.
         compatibility: what this run has; None: not compared.
         on_corrupt: "previous" passes over damage at the newest end.
+        topology: how this run's trainers are laid out; None: compared with the rest.
 
     Raises:
         CheckpointDamagedError, ArtifactMissingError, ArtifactUnexpectedError, UnsafeNameError: the newest is damaged, or all are.
         CheckpointDeletingError: the newest is being deleted.
-        CheckpointIncompatibleError: the newest is of another dataset, topology or setting; it names the keys.
+        CheckpointIncompatibleError: the newest is of another dataset, topology or setting; it names both values.
         UnknownSchemaError: one was written by a version that this one does not know.
         StorageUnavailableError: something could not be read.
     """
-    found = explain(store, compatibility=compatibility, on_corrupt=on_corrupt)
+    found = explain(store, compatibility=compatibility, on_corrupt=on_corrupt, topology=topology)
     if found.failure is not None:
         raise found.failure
     return found
 
 
-def explain(store: Store, *, compatibility: Mapping[str, Any] | None, on_corrupt: OnCorrupt) -> Discovery:
+def explain(
+    store: Store, *, compatibility: Mapping[str, Any] | None, on_corrupt: OnCorrupt, topology: Topology | None = None
+) -> Discovery:
     """What `discover` would do, with every candidate's verdict and without raising what it would raise.
 
     Raises:
@@ -132,26 +138,30 @@ def explain(store: Store, *, compatibility: Mapping[str, Any] | None, on_corrupt
             choice.refuse(error)
             explanation = f"its place in the order is unknown, so it may be the newest: {error}"
             unplaced.append(Candidate(path, _verdict_of(error), explanation))
-    judged = [_judge(store, found, choice, flaws, compatibility) for found in newest_first(committed)]
+    expected = _Expected(compatibility, topology)
+    judged = [_judge(store, found, choice, flaws, expected) for found in newest_first(committed)]
     # With everything damaged and passed over, a fresh start would be a silent one.
     failure = choice.failure or (choice.passed_over if choice.chosen is None else None)
     return Discovery(choice.chosen, (*unplaced, *judged, *uncommitted), failure)
 
 
-def open_checkpoint(store: Store | Path, path: str, *, compatibility: Mapping[str, Any] | None) -> Found:
+def open_checkpoint(
+    store: Store | Path, path: str, *, compatibility: Mapping[str, Any] | None, topology: Topology | None = None
+) -> Found:
     """The checkpoint that an operator named, and no other.
 
     Args:
         store: the run's, or the run's directory.
         path: relative to the run, or absolute inside it.
         compatibility: what this run has; None: not compared.
+        topology: how this run's trainers are laid out; None: compared with the rest.
 
     Raises:
         CheckpointNotFoundError: there is no such directory.
         CheckpointUncommittedError: it has no manifest; CheckpointSweptError, if it was swept.
         CheckpointDeletingError: it is being deleted.
         CheckpointDamagedError, ArtifactMissingError, ArtifactUnexpectedError, UnknownSchemaError: it is not what was committed.
-        CheckpointIncompatibleError: it is of another dataset, topology or setting; it names the keys.
+        CheckpointIncompatibleError: it is of another dataset, topology or setting; it names both values.
         UnsafeNameError: the path leads out of the run.
         StorageUnavailableError: something could not be read.
     """
@@ -167,7 +177,7 @@ def open_checkpoint(store: Store | Path, path: str, *, compatibility: Mapping[st
         if f"{name}/" not in store.list(parent):
             raise CheckpointNotFoundError(path=path) from None
         raise
-    _check(store, found, flaws, compatibility, sizes=True)
+    _check(store, found, flaws, _Expected(compatibility, topology), sizes=True)
     return found
 
 
@@ -243,18 +253,26 @@ class _Flaws:
     damage: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What this run has; None is not compared."""
+
+    compatibility: Mapping[str, Any] | None
+    topology: Topology | None
+
+
 def _judge(
     store: Store,
     found: Found,
     choice: _Choice,
     flaws: _Flaws,
-    compatibility: Mapping[str, Any] | None,
+    expected: _Expected,
 ) -> Candidate:
     metadata = found.manifest.metadata
     order = f"execution {found.manifest.execution_number}, step {metadata.completed_training_steps}"
     verdict: Verdict
     try:
-        _check(store, found, flaws, compatibility, sizes=choice.is_open)
+        _check(store, found, flaws, expected, sizes=choice.is_open)
     except CheckpointError as error:
         choice.refuse(error)
         verdict, explanation = _verdict_of(error), str(error)
@@ -272,16 +290,15 @@ def _judge(
     return Candidate(found.path, verdict, explanation, found.manifest, found.manifest_digest)
 
 
-def _check(store: Store, found: Found, flaws: _Flaws, compatibility: Mapping[str, Any] | None, *, sizes: bool) -> None:
+def _check(store: Store, found: Found, flaws: _Flaws, expected: _Expected, *, sizes: bool) -> None:
     if found.path in flaws.intended:
         raise CheckpointDeletingError(path=found.path, intent=intent_name(found.path))
     if found.path in flaws.damage:
         raise recorded_damage(found.path, flaws.damage[found.path])
     if sizes:
-        expected = {name: artifact.size_bytes for name, artifact in found.manifest.artifacts.items()}
-        check_closed_set(store.scan(found.path), expected, path=found.path)
-    if compatibility is not None:
-        found.manifest.check_compatibility(compatibility, path=found.path)
+        named = {name: artifact.size_bytes for name, artifact in found.manifest.artifacts.items()}
+        check_closed_set(store.scan(found.path), named, path=found.path)
+    found.manifest.check_compatibility(expected.compatibility, path=found.path, topology=expected.topology)
 
 
 def recorded_damage(path: str, explanation: str) -> CheckpointDamagedError:

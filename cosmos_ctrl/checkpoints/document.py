@@ -12,9 +12,8 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -150,6 +149,7 @@ class ManifestDocument(_Strict):
     execution_id: str
     parent: ParentDocument | None
     repeat_bound_completions: Count
+    horizon_training_steps: Count | None
     application_note: str
 
     @classmethod
@@ -169,6 +169,7 @@ class ManifestDocument(_Strict):
             execution_id=manifest.execution_id,
             parent=ParentDocument(**asdict(parent)) if parent else None,
             repeat_bound_completions=manifest.repeat_bound_completions,
+            horizon_training_steps=manifest.horizon_training_steps,
             application_note=manifest.application_note,
         )
 
@@ -247,17 +248,6 @@ def decode_document(data: bytes, *, path: str) -> ManifestDocument:
         flaw = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, flaw["loc"]))
         raise not_a_manifest(path, f"{place}: {flaw['msg']}") from error
-
-
-def plain_compatibility(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `values` as JSON carries them.
-
-    Raises:
-        TypeError: JSON would change something in them; the message names the key.
-    """
-    if not isinstance(values, Mapping):
-        raise TypeError(f"compatibility must be a mapping, not {type(values).__name__}")
-    return cast("dict[str, Any]", canonical.strict_loads(canonical.canonical_text(dict(values), "compatibility")))
 
 
 def check_note(note: str) -> None:

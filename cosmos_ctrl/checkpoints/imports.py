@@ -143,7 +143,13 @@ def import_checkpoint(store: LocalStore, source: Path) -> tuple[str, CheckpointM
         if measured[name].digest != digest:
             raise damaged(str(source), name, "digest", digest, measured[name].digest)
     metadata = ControllerResumeMetadata(**(original.metadata.values() | {"checkpoint_path": path}))
-    manifest = CheckpointManifest(metadata=metadata, artifacts=measured, compatibility=original.compatibility)
+    manifest = CheckpointManifest(
+        metadata=metadata,
+        artifacts=measured,
+        compatibility=original.compatibility,
+        # The original does not say what was issued beyond its boundary.
+        repeat_bound_completions=metadata.remaining_completions,
+    )
     publish_from_receipts(checkpoint, manifest)
     return path, manifest
 

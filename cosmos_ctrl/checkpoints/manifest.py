@@ -17,6 +17,7 @@ from typing import Any
 from cosmos_ctrl.checkpoints import artifacts as stored
 from cosmos_ctrl.checkpoints import digests
 from cosmos_ctrl.checkpoints.artifacts import Artifact
+from cosmos_ctrl.checkpoints.compatibility import TOPOLOGY, Topology, differences, plain_compatibility
 from cosmos_ctrl.checkpoints.document import (
     MAX_MANIFEST_BYTES,
     ManifestDocument,
@@ -25,7 +26,6 @@ from cosmos_ctrl.checkpoints.document import (
     decode_document,
     encode_document,
     not_a_manifest,
-    plain_compatibility,
 )
 from cosmos_ctrl.checkpoints.names import MANIFEST_NAME, check_artifact_names
 from cosmos_ctrl.checkpoints.stores import Entry, Store
@@ -42,7 +42,6 @@ from cosmos_ctrl.core.errors import (
     CheckpointUncommittedError,
 )
 from cosmos_ctrl.core.resume import ControllerResumeMetadata, require_count
-from cosmos_ctrl.core.state import same_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,8 @@ class CheckpointManifest:
     """What it descends from; None when its execution started fresh."""
     repeat_bound_completions: int = 0
     """W: completions issued beyond the safe boundary when the checkpoint was cut."""
+    horizon_training_steps: int | None = None
+    """Steps that the lineage was planned to take when it began; None: nobody said."""
     application_note: str = ""
     """A JSON object of the application's own, at most 64 KiB; empty if none."""
 
@@ -81,6 +82,8 @@ class CheckpointManifest:
         object.__setattr__(self, "compatibility", plain_compatibility(self.compatibility))
         require_count("execution_number", self.execution_number)
         require_count("repeat_bound_completions", self.repeat_bound_completions)
+        if self.horizon_training_steps is not None:
+            require_count("horizon_training_steps", self.horizon_training_steps)
         if (self.execution_number == 0) != (self.execution_id == ""):
             raise ValueError("execution_number and execution_id are both given, or neither (0 and empty)")
         check_note(self.application_note)
@@ -112,25 +115,29 @@ class CheckpointManifest:
         """``sha256:hex`` over `to_bytes`."""
         return digests.digest_bytes(self.to_bytes())
 
-    def check_compatibility(self, expected: Mapping[str, Any], *, path: str) -> None:
+    def check_compatibility(
+        self, expected: Mapping[str, Any] | None, *, path: str, topology: Topology | None = None
+    ) -> None:
         """Compare with what this run has, by typed value.
 
+        Args:
+            expected: plain JSON values; None: not compared.
+            path: the checkpoint, for the error.
+            topology: compared with the record's own part; None: that part is compared as the rest is.
+
         Raises:
-            CheckpointIncompatibleError: they differ; it names the keys.
+            CheckpointIncompatibleError: they differ; it names the keys and both values.
             TypeError: `expected` holds what JSON cannot carry.
         """
-        wanted = plain_compatibility(expected)
-        keys = tuple(
-            sorted(
-                key
-                for key in wanted.keys() | self.compatibility.keys()
-                if key not in wanted
-                or key not in self.compatibility
-                or not same_value(wanted[key], self.compatibility[key])
-            )
-        )
-        if keys:
-            raise CheckpointIncompatibleError(path=path, keys=keys)
+        recorded, found = dict(self.compatibility), {}
+        if topology is not None:
+            found = topology.refused(recorded)
+            recorded.pop(TOPOLOGY, None)
+        if expected is not None:
+            found |= differences(recorded, plain_compatibility(expected))
+        if found:
+            told = tuple(f"{key}: {what}" for key, what in sorted(found.items()))
+            raise CheckpointIncompatibleError(path=path, keys=tuple(sorted(found)), differences=told)
 
     @classmethod
     def publish(
@@ -144,6 +151,7 @@ class CheckpointManifest:
     ) -> CheckpointManifest:
         """Commit the checkpoint in `root`, whose artifacts are written and closed. For scripts: hashes and fsyncs them itself.
 
+        What was issued beyond the boundary a script does not say, so W is all that remains.
         A second publication of the same succeeds; of anything else it is a conflict.
 
         Args:
@@ -166,7 +174,12 @@ class CheckpointManifest:
         # Before the long part: what cannot be published should not cost hashing first.
         stored.check_closed_set(_entries(checkpoint, path), dict.fromkeys(names), path=path)
         measured = stored.measure_durably(checkpoint, names, algorithm=algorithm, threads=None)
-        manifest = cls(metadata=located(metadata, path), artifacts=measured, compatibility=wanted)
+        manifest = cls(
+            metadata=located(metadata, path),
+            artifacts=measured,
+            compatibility=wanted,
+            repeat_bound_completions=metadata.remaining_completions,
+        )
         publish_from_receipts(checkpoint, manifest)
         return manifest
 
@@ -184,7 +197,7 @@ class CheckpointManifest:
         Raises:
             CheckpointNotFoundError, CheckpointUncommittedError, UnknownSchemaError: there is nothing (known) to load.
             UnsafeNameError, ArtifactMissingError, ArtifactUnexpectedError, CheckpointDamagedError: it is not what was committed.
-            CheckpointIncompatibleError: compatibility differs; it names the keys.
+            CheckpointIncompatibleError: compatibility differs; it names the keys and both values.
             StorageUnavailableError: it could not be read.
         """
         checkpoint, path = _checkpoint_at(root)

@@ -48,6 +48,11 @@ class SaveName:
     id_prefix: str
     """The first characters of the checkpoint's ID."""
 
+    @property
+    def path(self) -> str:
+        """The directory, relative to the run."""
+        return f"{CHECKPOINTS}/e{self.execution:04d}-s{self.steps:08d}-{self.id_prefix}"
+
 
 def parse_save_name(name: str) -> SaveName | None:
     """What a directory's name says of its save; None for a name that no controller gives."""

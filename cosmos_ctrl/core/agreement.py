@@ -25,7 +25,11 @@ class Resumed:
     metadata: ControllerResumeMetadata
     manifest_digest: str = ""
     repeat_bound_completions: int = 0
+    horizon_training_steps: int | None = None
+    """Kept with the checkpoint; None: it was not."""
     application_note: str = ""
+    resharded_groups: tuple[str, ...] = ()
+    """Trainer groups that were of another world size, mesh or sharding when it was saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

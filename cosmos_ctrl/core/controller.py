@@ -109,12 +109,23 @@ class Controller:
         self._effects: list[Effect] = []
         self._settled_counts = {"trained": 0, "discarded": 0, "recorded": 0}
         self.replay_doubts = 0
+        self.turned_away: set[Place] = set()
+        """Trainer ranks that came after the failure, and heard of it."""
+        self._damage_reported = False
         self._stop_deadline: float | None = None
         self._gate_deadline = clock() + policy.gate_timeout_s
         self._first_group = identity.number * _GROUPS_PER_EXECUTION + 1
 
         metadata = resumed.metadata if resumed else None
         restored_steps = metadata.completed_training_steps if metadata else 0
+        kept_horizon = resumed.horizon_training_steps if resumed else None
+        self._groups_in = sampling.groups_in
+        self.horizon_training_steps = (
+            self.planned_training_steps(start.remaining_completions, after=restored_steps)
+            if kept_horizon is None
+            else kept_horizon
+        )
+        """Steps that the lineage was planned to take when it began: a schedule made for them does not change with a restart."""
         leader_group, leader_rank = policy.leader
         ranks = tuple(Place("trainer", group, 0, rank) for group, size in policy.trainer_groups for rank in range(size))
 
@@ -193,16 +204,29 @@ class Controller:
             on_weights=self._announce,
             on_end=self._end_worker,
         )
-        self.training.finish_if_nothing_is_left()
+        settled_groups = replay.settled_groups if replay else 0
+        groups_left = sampling.groups_in(start.remaining_completions) - settled_groups
+        self.training.finish_if_nothing_is_left(groups_left)
         if replay is not None and self.lifecycle.ending is None:
             self._replay(replay)
 
     # -- state
 
+    def planned_training_steps(self, completions: int, *, after: int = 0) -> int:
+        """Steps after so many more completions than `after` steps took, if none is discarded; no more than the hard limit."""
+        planned, limit = after + self.policy.steps_for(self._groups_in(completions)), self.policy.max_training_steps
+        return planned if limit is None else min(planned, limit)
+
     @property
     def everyone_knows(self) -> bool:
         """Whether the execution is over and every connected worker has heard so."""
         return self.lifecycle.over and all(worker.ended or worker.told for worker in self.workers if worker.session)
+
+    @property
+    def tells_latecomers(self) -> bool:
+        """Whether trainer ranks may still be on their way that should hear why it is over: what ended it did not need them all."""
+        failure = self.lifecycle.failure
+        return failure is None or isinstance(failure, ResumeMetadataMismatch) or self._damage_reported
 
     def take_effects(self) -> list[Effect]:
         """What the edge has to do, once each."""
@@ -249,6 +273,9 @@ class Controller:
         """Open a session. An ID is checked if stated; a process that states none is told it."""
         if execution_id:
             self.pass_fence(execution_id)
+        if self.lifecycle.failure is not None and info.place in self.commands.ranks:
+            self.turned_away.add(info.place)
+            self.lifecycle.touch()
         self._raise_failure(None)
         trainer = info.place.role == "trainer"
         if trainer and info.place not in self.commands.ranks:
@@ -317,6 +344,7 @@ class Controller:
         if self.resumed is None:
             raise NotAllowedError(what=f"{worker.place} reports damage in a run that resumed from nothing")
         path = self.resumed.metadata.checkpoint_path
+        self._damage_reported = True
         self._effects.append(RecordDamage(path, artifact, explanation))
         self.lifecycle.fail(f"{worker.place} found {artifact} of {path} damaged: {explanation}")
 

@@ -240,13 +240,18 @@ class WorkerLimitError(LimitError):
 
 
 @dataclass(kw_only=True, eq=False)
-class MessageTooLargeError(LimitError):
-    """A message is larger than the controller takes."""
+class MessageTooLargeError(ControlError):
+    """A message is larger than the controller takes. It does not shrink by waiting."""
 
     reason: ClassVar[str] = "MESSAGE_TOO_LARGE"
+    limit: int
+    found: int
+    unit: str = "bytes"
+    """Or completions."""
 
     def __str__(self) -> str:
-        return f"a message of {self.found} bytes exceeds the limit of {self.limit}. Split it, or raise server.max_message_bytes."
+        key = "server.max_message_bytes" if self.unit == "bytes" else "workers.max_batch_completions"
+        return f"a message of {self.found} {self.unit} exceeds the limit of {self.limit}. Split it, or raise {key}."
 
 
 # --- checkpoints ---
@@ -381,9 +386,18 @@ class CheckpointIncompatibleError(CheckpointError):
 
     reason: ClassVar[str] = "CHECKPOINT_INCOMPATIBLE"
     keys: tuple[str, ...]
+    """Paths in the compatibility record, sorted."""
+    differences: tuple[str, ...]
+    """Each with the values on both sides, in words."""
 
     def __str__(self) -> str:
-        return f"{self.path}: not compatible with this run, which differs in {', '.join(self.keys)}. Use the settings it was saved with, or another run directory."
+        advice = "Use the settings it was saved with, or another run directory."
+        if any(key.split(".")[0] == "topology" for key in self.keys):
+            advice += (
+                " With checkpoints.reshard = true a trainer group may have another world size, mesh or sharding, if its state is saved by "
+                "torch.distributed.checkpoint."
+            )
+        return f"{self.path}: not compatible with this run. {'; '.join(self.differences)}. {advice}"
 
 
 @dataclass(kw_only=True, eq=False)

@@ -18,8 +18,9 @@ class RunPolicy:
     """Hard limit; counts replayed steps. None: only the budget ends the run."""
     save_every_steps: int = 0
     """A SAVE follows every so many steps; 0: only the last one."""
-    tail: Literal["train", "discard"] = "train"
-    """What becomes of groups that are too few for a whole command when the budget is exhausted."""
+    tail: Literal["train", "discard", "wait"] = "train"
+    """What becomes of groups that are too few for a whole command when the budget is exhausted. They wait unsettled, in the final
+    checkpoint, for an execution that takes them."""
     min_completions_per_group: int = 1
     """A group with fewer left after discards is dropped whole."""
     max_staleness: int | None = None
@@ -64,6 +65,11 @@ class RunPolicy:
     """Batches a worker may have unacknowledged."""
     max_batch_completions: int = 1 << 16
     """Completions in one batch."""
+
+    def steps_for(self, groups: int) -> int:
+        """Training steps that so many groups make, if none is discarded."""
+        whole, tail = divmod(groups, self.groups_per_step)
+        return whole + bool(tail and self.tail == "train")
 
     @property
     def leader(self) -> tuple[str, int]:

@@ -84,6 +84,15 @@ class Replay:
     doubt: str = ""
     """Why the record was not used, or not to its end."""
 
+    @property
+    def settled_groups(self) -> int:
+        """Groups of which nothing is left to do."""
+        return sum(
+            mask == (1 << size) - 1
+            for replayed in self.draws
+            for size, mask in zip(replayed.draw.sizes, replayed.settled, strict=False)
+        )
+
 
 def draw_identity(draw: Draw) -> int:
     """64 bits over what a draw gave: its epoch and, group for group, the prompt's key and source and the completions."""

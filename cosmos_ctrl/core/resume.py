@@ -131,8 +131,9 @@ class ResumeSettings(Protocol):
 class ControllerResumeAdapter(Protocol):
     """How an application's checkpoints and sampler plug in: an instance, passed to the controller.
 
-    One whose application commits checkpoints in its own format also has ``repeat_bound_completions``, an int, after
-    ``load_metadata``: what the SAVE command said, as it was kept with the checkpoint.
+    One whose application commits checkpoints in its own format may also have ``repeat_bound_completions`` and
+    ``horizon_training_steps``, ints, after ``load_metadata``: what the SAVE command said, as it was kept with the checkpoint. Without the
+    first, everything that remains may be a repeat; without the second, the horizon is planned anew.
     """
 
     def load_metadata(self, config: ResumeSettings) -> ControllerResumeMetadata | None:

@@ -163,6 +163,10 @@ class Sampling:
         """Whether the owner declares that what it draws depends on nothing but its state."""
         return getattr(self.owner, "deterministic", False) is True
 
+    def groups_in(self, completions: int) -> int:
+        """Groups that so many completions of the budget make; the last one may be cut short."""
+        return -(-completions // self._completions)
+
     @property
     def owner_name(self) -> SamplingOwner:
         """Who owns the position."""

@@ -1,6 +1,7 @@
 """What every trainer rank does next, and what follows when a step commits.
 
-* A TRAIN command is formed when enough groups are ready, or when no more can come and the policy trains the tail.
+* A TRAIN command is formed when enough groups are ready, or when no more can come and the policy trains the tail. A tail that waits ends
+  the run unsettled; an execution that could form nothing but such a tail is over before it begins.
 * On commit exactly what the leader named settles, and where a SAVE follows, its boundary is cut in the same event: before
   anything of the next step can settle.
 * A step that is committed, or is being saved, is not saved again, unless discards alone have used up the budget since. END is given when nothing is left to save.
@@ -93,14 +94,21 @@ class Training:
             self._lifecycle.record("train", command=command.number, step=command.step, rows=rows)
             self._lifecycle.touch()
 
-    def finish_if_nothing_is_left(self) -> None:
-        """A restart at or past the limit, or with no budget left, is over before it begins."""
+    def finish_if_nothing_is_left(self, groups_left: int) -> None:
+        """A restart at or past the limit, with no budget left, or with a tail that waits, is over before it begins.
+
+        Args:
+            groups_left: that may still be in a step, drawn or not.
+        """
         limit, steps = self._policy.max_training_steps, self._log.steps
         if limit is not None and steps >= limit:
             message = f"nothing to do: at step {steps}, the limit is {limit}"
             self._lifecycle.begin_ending("STEP_LIMIT", message)
         elif self._ledger.cursor.remaining_completions == 0:
             message = f"nothing to do: at step {steps} with no budget left"
+            self._lifecycle.begin_ending("BUDGET_EXHAUSTED", message)
+        elif self._policy.tail == "wait" and groups_left < self._policy.groups_per_step:
+            message = f"nothing to do: at step {steps} the {groups_left} groups that are left are too few for a step, and wait"
             self._lifecycle.begin_ending("BUDGET_EXHAUSTED", message)
         if self._lifecycle.ending is not None:
             self._form_ending()
@@ -123,7 +131,11 @@ class Training:
         if self._policy.tail == "train" or not exhausted:
             # The tail; or a limit keeps more from coming, and only a step makes room.
             return self._rollouts.take(ready)
-        self._rollouts.drop_tail("tail")
+        if self._policy.tail == "wait":
+            message = f"the budget is issued; {ready} groups are too few for a step, and wait"
+            self._lifecycle.begin_ending("BUDGET_EXHAUSTED", message)
+        else:
+            self._rollouts.drop_tail("tail")
         self.form()
         return []
 

@@ -128,7 +128,9 @@ def save_metadata(save: Save, owner: SamplingOwner) -> ControllerResumeMetadata:
     )
 
 
-def save_to_message(save: Save, owner: SamplingOwner, execution_number: int) -> controller_service_pb2.SaveCommand:
+def save_to_message(
+    save: Save, owner: SamplingOwner, *, execution_number: int, horizon_training_steps: int
+) -> controller_service_pb2.SaveCommand:
     """A SAVE command."""
     return controller_service_pb2.SaveCommand(
         checkpoint_id=save.checkpoint_id,
@@ -139,6 +141,7 @@ def save_to_message(save: Save, owner: SamplingOwner, execution_number: int) -> 
         metadata=metadata_to_message(save_metadata(save, owner)),
         final=save.final,
         repeat_bound_completions=save.window_completions,
+        horizon_training_steps=horizon_training_steps,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from cosmos_ctrl.checkpoints.artifacts import Artifact
 from cosmos_ctrl.checkpoints.claims import is_superseded
+from cosmos_ctrl.checkpoints.compatibility import TOPOLOGY, Topology
 from cosmos_ctrl.checkpoints.damage import record_damage
 from cosmos_ctrl.checkpoints.document import Parent
 from cosmos_ctrl.checkpoints.manifest import CheckpointManifest, publish_from_receipts
@@ -50,6 +51,7 @@ class RunInfo:
     uri: str
     sampling_owner: SamplingOwner
     compatibility: Mapping[str, Any]
+    topology: Topology
     on_corrupt: Any
     max_record_bytes: int
     """Largest record of a window."""
@@ -276,11 +278,12 @@ class Runtime:
         return CheckpointManifest(
             metadata=save_metadata(save, self.info.sampling_owner),
             artifacts=artifacts | record,
-            compatibility=self.info.compatibility,
+            compatibility={**self.info.compatibility, TOPOLOGY: self.info.topology.groups},
             execution_number=self.controller.identity.number,
             execution_id=self.controller.identity.id,
             parent=self._parent(save),
             repeat_bound_completions=save.window_completions,
+            horizon_training_steps=self.controller.horizon_training_steps,
             application_note=save.application_note,
         )
 

@@ -76,11 +76,13 @@ class ControllerServicer(ControllerServiceServicer):
             execution_number=core.identity.number,
             phase=pb.Phase.Value(f"PHASE_{state.phase}"),
             limits=self._limits(),
+            horizon_training_steps=core.horizon_training_steps,
         )
         if core.resumed is not None:
             response.metadata.CopyFrom(metadata_to_message(core.resumed.metadata))
             response.manifest_digest = core.resumed.manifest_digest
             response.application_note = core.resumed.application_note
+            response.resharded_groups.extend(core.resumed.resharded_groups)
             response.repeat_bound_completions = core.resumed.repeat_bound_completions
         if state.end is not None:
             response.end.CopyFrom(messages.end_to_message(*state.end, state.completed_training_steps))
@@ -124,7 +126,9 @@ class ControllerServicer(ControllerServiceServicer):
         store, info = self._runtime.store, self._runtime.info
         if store is None:
             raise CheckpointNotFoundError(path=info.uri)
-        found = await asyncio.to_thread(explain, store, compatibility=info.compatibility, on_corrupt=info.on_corrupt)
+        found = await asyncio.to_thread(
+            explain, store, compatibility=info.compatibility, on_corrupt=info.on_corrupt, topology=info.topology
+        )
         page, token = _page(found.candidates, request.page_size, request.page_token)
         return pb.ExplainResumeResponse(
             header=self._header(), candidates=map(messages.candidate_to_message, page), next_page_token=token
@@ -241,7 +245,13 @@ class ControllerServicer(ControllerServiceServicer):
             response.train.CopyFrom(messages.train_to_message(command, core.dp_size(identity.session_id)))
         elif isinstance(command, Save):
             owner = self._runtime.info.sampling_owner
-            response.save.CopyFrom(messages.save_to_message(command, owner, core.identity.number))
+            message = messages.save_to_message(
+                command,
+                owner,
+                execution_number=core.identity.number,
+                horizon_training_steps=core.horizon_training_steps,
+            )
+            response.save.CopyFrom(message)
         elif isinstance(command, End):
             response.end.CopyFrom(messages.end_command_to_message(command))
         return response

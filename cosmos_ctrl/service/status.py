@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -95,34 +94,32 @@ def to_status(error: ControlError) -> grpc.Status:
 
 def from_rpc_error(error: grpc.RpcError) -> ControlError | None:
     """The domain error that a failed call carries; None when the status is the library's own, or newer than this version."""
-    details = _details(error)
-    info = _info(details)
+    info = _info_of(_status_of(error))
     return None if info is None else _from_info(info)
 
 
 def retry_delay_s(error: grpc.RpcError) -> float | None:
-    """How long the controller asks to wait before the call is made again, in seconds, also for a reason that is newer than this
-    version; None when it does not say so: the call is not to be made again, or the status is the library's own."""
-    details = _details(error)
-    if _info(details) is None:
+    """How long an error of ours, known here or not, asks to wait before the same is sent again, in seconds; None when it does not ask
+    for that, or is the library's own."""
+    status = _status_of(error)
+    if _info_of(status) is None:
         return None
-    for packed in details:
+    for packed in status.details:
         retry = error_details_pb2.RetryInfo()
         if packed.Unpack(retry):
             return float(retry.retry_delay.ToNanoseconds() / 1e9)
     return None
 
 
-def _details(error: grpc.RpcError) -> Sequence[any_pb2.Any]:
+def _status_of(error: grpc.RpcError) -> status_pb2.Status:
     try:
-        status = rpc_status.from_call(error)
+        return rpc_status.from_call(error) or status_pb2.Status()
     except ValueError:  # code or message of the trailer and the call differ: not written by us
-        return ()
-    return () if status is None else status.details
+        return status_pb2.Status()
 
 
-def _info(details: Sequence[any_pb2.Any]) -> error_details_pb2.ErrorInfo | None:
-    for packed in details:
+def _info_of(status: status_pb2.Status) -> error_details_pb2.ErrorInfo | None:
+    for packed in status.details:
         info = error_details_pb2.ErrorInfo()
         if packed.Unpack(info) and info.domain == DOMAIN:
             return info

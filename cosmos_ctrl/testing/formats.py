@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from cosmos_ctrl.checkpoints.names import SaveName
 from cosmos_ctrl.core.resume import ControllerResumeAdapter, ControllerResumeMetadata, SamplingOwner
 from cosmos_ctrl.core.sampling import ResumeRequest, TrainRequest
 from cosmos_ctrl.core.state import EncodedState, same_value
@@ -124,7 +125,7 @@ class _Format:
         count = len(self._saves)
         step = count if step is None else step
         checkpoint_id = secrets.token_hex(16)
-        path = f"checkpoints/e{execution:04d}-s{step:08d}-{checkpoint_id[:8]}"
+        path = SaveName(execution, step, checkpoint_id[:8]).path
         metadata = ControllerResumeMetadata(
             completed_training_steps=step,
             completed_optimizer_updates=3 * step,
@@ -145,6 +146,7 @@ class _Format:
             metadata=metadata,
             final=final,
             repeat_bound_completions=count + 10,
+            horizon_training_steps=count + 20,
         )
         self._saves.append(work)
         return work
@@ -202,8 +204,8 @@ def _expect_back(under: _Format, expect: Expectations, what: str, work: SaveWork
         return
     if not found.checkpoint_path:
         expect.broke("checkpoint_path is empty, expected where the checkpoint lies")
-    repeats = getattr(adapter, "repeat_bound_completions", None)
-    expect.equal("the adapter's repeat_bound_completions after load_metadata", repeats, work.repeat_bound_completions)
+    for name in ("repeat_bound_completions", "horizon_training_steps"):
+        expect.equal(f"the adapter's {name} after load_metadata", getattr(adapter, name, None), getattr(work, name))
     _expect_restored(under, expect, adapter, found, "restore_sampler", work)
     again = adapter.load_metadata(_request(under.directory, True))
     if not _is(again, work) or again is None:

@@ -47,8 +47,6 @@ class GrpoSettings(BaseModel):
 
     bundled_prompts: PositiveInt = 640
     """Distinct prompts in the bundled file."""
-    steps: PositiveInt = 80
-    """Training steps of a whole run: the length of the learning-rate schedule, the same in every execution."""
 
     max_new_tokens: Annotated[int, Field(ge=2)] = 12
     """Longest completion, its end mark included."""

@@ -66,13 +66,17 @@ class Learner:
         rank: int = 0,
         world_size: int = 1,
         device: str = "cpu",
-        total_steps: int | None = None,
+        total_steps: int,
     ) -> None:
+        """
+        Args:
+            total_steps: of the whole run, the length of the learning-rate schedule: the same in every execution.
+        """
         self._settings = settings
         self._rank = rank
         self._world_size = world_size
         self._device = torch.device(device)
-        self._total_steps = settings.steps if total_steps is None else total_steps
+        self._total_steps = total_steps
         torch.manual_seed(settings.seed)
         self._parts = self._new_parts()
         broadcast_parameters(self._parts.model.parameters(), world_size)

@@ -26,9 +26,10 @@ def train(settings: GrpoSettings, prompts: Path) -> str:
     dist.init_process_group("gloo", timeout=_COLLECTIVE_TIMEOUT)
     try:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        learner = Learner(settings, rank=rank, world_size=world_size)
         with Trainer.from_env(group="policy", dp=(rank, world_size)) as trainer:
             resume = trainer.resume()
+            horizon = resume.horizon_training_steps
+            learner = Learner(settings, rank=rank, world_size=world_size, total_steps=horizon)
             # Weights stay on this machine, whose workers read them, wherever the checkpoints go.
             weights = WeightFiles(resume.run_directory or Path("runs", resume.run).resolve(), resume.execution_number)
             if resume.checkpoint:

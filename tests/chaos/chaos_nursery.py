@@ -44,7 +44,6 @@ _GROUPS = 6
 
 SETTINGS = GrpoSettings(
     model=GrpoModelConfig(width=16, heads=2, layers=1, context_tokens=32),
-    steps=3,
     max_new_tokens=6,
     lr_warmup_steps=1,
     updates_per_step=2,

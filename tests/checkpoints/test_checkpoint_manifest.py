@@ -263,21 +263,39 @@ def test_a_flipped_bit_is_refused_or_changes_the_digest(position: int, bit: int)
     assert manifest.digest() != manifest_of().digest() or bytes(data).rstrip() == GOOD.rstrip()
 
 
+DATASET = '{"digest":"sha256:aa","rows":10}'
+
+
 @pytest.mark.parametrize(
-    ("other", "keys"),
+    ("other", "differences"),
     [
-        ({**COMPATIBILITY, "world_size": 4}, ("world_size",)),
-        ({**COMPATIBILITY, "world_size": 2.0}, ("world_size",)),
-        ({**COMPATIBILITY, "world_size": True}, ("world_size",)),
-        ({"world_size": 2}, ("dataset",)),
-        ({**COMPATIBILITY, "more": None}, ("more",)),
-        ({"x": 1}, ("dataset", "world_size", "x")),
-        ({**COMPATIBILITY, "dataset": {"digest": "sha256:bb", "rows": 10}}, ("dataset",)),
+        ({**COMPATIBILITY, "world_size": 4}, {"world_size": ("2", "4")}),
+        ({**COMPATIBILITY, "world_size": 2.0}, {"world_size": ("2", "2.0")}),
+        ({**COMPATIBILITY, "world_size": True}, {"world_size": ("2", "true")}),
+        ({"world_size": 2}, {"dataset": (DATASET, "nothing")}),
+        ({**COMPATIBILITY, "more": None}, {"more": ("nothing", "null")}),
+        ({"x": 1}, {"dataset": (DATASET, "nothing"), "world_size": ("2", "nothing"), "x": ("nothing", "1")}),
+        (
+            {**COMPATIBILITY, "dataset": {"digest": "sha256:bb", "rows": 10}},
+            {"dataset.digest": ('"sha256:aa"', '"sha256:bb"')},
+        ),
+        (
+            {**COMPATIBILITY, "dataset": {}},
+            {"dataset.digest": ('"sha256:aa"', "nothing"), "dataset.rows": ("10", "nothing")},
+        ),
+        ({**COMPATIBILITY, "dataset": "x" * 1000}, {"dataset": (DATASET, '"' + "x" * 79 + "…")}),
     ],
 )
-def test_g3_what_differs_is_named(other: dict[str, Any], keys: tuple[str, ...], tmp_path: Path) -> None:
+def test_g3_what_differs_is_named_with_both_values(
+    other: dict[str, Any], differences: dict[str, tuple[str, str]], tmp_path: Path
+) -> None:
     publish(write(tmp_path))
     with pytest.raises(CheckpointIncompatibleError) as caught:
         load(tmp_path, compatibility=other)
-    assert caught.value.keys == keys
+    assert caught.value.keys == tuple(differences)
+    assert caught.value.differences == tuple(
+        f"{key}: the checkpoint has {there}, this run has {here}" for key, (there, here) in differences.items()
+    )
+    assert "; ".join(caught.value.differences) in str(caught.value)
+    assert "reshard" not in str(caught.value)
     load(tmp_path, compatibility=dict(reversed(COMPATIBILITY.items())))

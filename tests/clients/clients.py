@@ -42,6 +42,8 @@ class Client:
     """Programs that have to be on the PATH, as ``shutil.which`` finds them."""
     install: str = ""
     """What to install for them, for a person."""
+    lint: tuple[str, ...] = ()
+    """Command of the language's own formatter and linter, run in its directory after the build; empty: there is none."""
     quick: bool = True
     """Built within a minute, so `make test` has it; the others are in `make test-clients` only."""
     reports: str = "stream"

@@ -108,6 +108,8 @@ class Observer:
         self.end_acknowledged = False
         self.told_to_leave = False
         """SIGTERM was sent."""
+        self.reports_by: set[str] = set()
+        """ "stream" or "unary": which RPC it reports by."""
         self.counts = dict.fromkeys(("register", "lease", "report", "heartbeat", "end"), 0)
         self._pinned, self._in_flight, self._prompt_of = execution_id, in_flight, prompt_of
         self._incarnation = ""
@@ -192,7 +194,9 @@ class Observer:
         if request.number not in (self._answered_request, self._answered_request + 1) or request.number < 1:
             self._broke("lease_numbers", f"number {self._answered_request + 1}: 1, 2, 3 … without gaps", heard)
         if self._request is not None and self._request[0] == asked[0] and self._request != asked:
-            self._broke("lease_numbers", f"number {asked[0]} with the same content, max_groups {self._request[1]}", heard)
+            self._broke(
+                "lease_numbers", f"number {asked[0]} with the same content, max_groups {self._request[1]}", heard
+            )
         self._request = asked
         held = sum(
             bool(lease.open) and not lease.cancelled and lease.group.source == "hold" for lease in self._leases.values()
@@ -202,6 +206,7 @@ class Observer:
 
     def _heard_report(self, heard: Heard) -> None:
         message = heard.message
+        self.reports_by.add("stream" if isinstance(message, pb.StreamReportsRequest) else "unary")
         if not self._acked <= message.acked_through <= self._applied:
             self._broke("acked_through", f"from {self._acked} (said before) to {self._applied} (acknowledged)", heard)
         if not self.notices_confirmed <= message.notices_through <= self.notices_told:
@@ -247,7 +252,9 @@ class Observer:
             if lease.open and not lease.cancelled and not lease.late
         }
         if left:
-            self._broke("once", f"every completion of every lease reported, or returned; left are, by lease: {left}", heard)
+            self._broke(
+                "once", f"every completion of every lease reported, or returned; left are, by lease: {left}", heard
+            )
 
     def _heard_rows(self, heard: Heard, rows: reports_pb2.RolloutRows) -> None:
         rewards, payloads, at = list(rows.rewards), list(rows.payloads), 0
@@ -256,17 +263,24 @@ class Observer:
             word = rows.words[row] if rows.words else 0
             mask = bits << 64 * word
             if lease is None or lease.group.group != rows.groups[row]:
-                self._broke("once", f"a lease that it was given; lease {number} of group {rows.groups[row]} is none", heard)
+                self._broke(
+                    "once", f"a lease that it was given; lease {number} of group {rows.groups[row]} is none", heard
+                )
                 return
             if mask & ~lease.open:
                 self._broke("once", f"completions of lease {number} that were leased and not reported before", heard)
             lease.open &= ~mask
-            if lease.group.source == "hold" and self._cancelled_by.get(number, self.notices_confirmed + 1) <= self.notices_confirmed:
+            if (
+                lease.group.source == "hold"
+                and self._cancelled_by.get(number, self.notices_confirmed + 1) <= self.notices_confirmed
+            ):
                 self._broke("cancelled", f"nothing about lease {number}, which it was told is cancelled", heard)
             self._check_outcome(heard, rows, lease)
             if rows.outcome == reports_pb2.OUTCOME_COMPLETED:
                 count = bits.bit_count()
-                self._check_content(heard, rows, row, lease, _indices(mask), rewards[at : at + count], payloads[at : at + count])
+                self._check_content(
+                    heard, rows, row, lease, _indices(mask), rewards[at : at + count], payloads[at : at + count]
+                )
                 at += count
 
     def _check_outcome(self, heard: Heard, rows: reports_pb2.RolloutRows, lease: _Lease) -> None:

@@ -58,6 +58,8 @@ class Result:
     """None: it did not end by itself."""
     said: str
     """The end of what the client wrote to standard output and standard error."""
+    reports_by: tuple[str, ...]
+    """ "stream", "unary" or both: which RPC it reported by, if it did."""
     seconds: float
     """Life of the client process, for a person; no rule looks at it."""
 
@@ -93,9 +95,7 @@ class _Trainer(Worker):
     async def train(self, number: int, command: pb.TrainCommand) -> None:
         """Completes the step and announces its weights in one batch, so that no group is leased between the two."""
         weights = reports_pb2.WeightAnnouncement(version=command.step, handle=f"weights-{command.step}")
-        await self.submit(
-            reports_pb2.ReportBatch(completions=[self.completion(number, command)], weights=[weights])
-        )
+        await self.submit(reports_pb2.ReportBatch(completions=[self.completion(number, command)], weights=[weights]))
 
 
 class _Run:
@@ -198,9 +198,7 @@ class _Stage:
         self._process: asyncio.subprocess.Process
         given = {"given": self._run.house.core.identity.id, "other": FOREIGN, "none": ""}
         self._execution_id = given[scenario.execution_id]
-        self.observer = Observer(
-            execution_id=self._execution_id, in_flight=scenario.in_flight, prompt_of=prompt_of
-        )
+        self.observer = Observer(execution_id=self._execution_id, in_flight=scenario.in_flight, prompt_of=prompt_of)
 
     async def open(self) -> None:
         await self._run.open()
@@ -238,7 +236,7 @@ class _Stage:
         if code is not None:
             await self._check_end(code)
         said = log.read_bytes().decode(errors="replace")[-_SAID:]
-        return Result(scenario.name, tuple(observer.broken), code, said, seconds)
+        return Result(scenario.name, tuple(observer.broken), code, said, tuple(sorted(observer.reports_by)), seconds)
 
     def _address(self) -> str:
         if self._scenario.address == "absent":

@@ -241,4 +241,6 @@ def _unknown_field() -> bytes:
 
 def _unknown_kind(notice: reports_pb2.Notice) -> reports_pb2.Notice:
     """The notice with a kind that no client of today knows."""
-    return reports_pb2.Notice.FromString(reports_pb2.Notice(number=notice.number).SerializeToString() + _unknown_field())
+    return reports_pb2.Notice.FromString(
+        reports_pb2.Notice(number=notice.number).SerializeToString() + _unknown_field()
+    )

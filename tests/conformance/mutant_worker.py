@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-import grpc  # noqa: E402
-from google.rpc import error_details_pb2  # noqa: E402
-from grpc_status import rpc_status  # noqa: E402
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
 
-from cosmos_ctrl.v1 import controller_service_pb2 as pb  # noqa: E402
-from cosmos_ctrl.v1 import reports_pb2  # noqa: E402
-from cosmos_ctrl.v1.controller_service_pb2_grpc import ControllerServiceStub  # noqa: E402
+from cosmos_ctrl.v1 import controller_service_pb2 as pb
+from cosmos_ctrl.v1 import reports_pb2
+from cosmos_ctrl.v1.controller_service_pb2_grpc import ControllerServiceStub
 
 #: What each broken relative does wrong.
 BUGS = {
@@ -82,7 +82,12 @@ class Worker:
     """One process."""
 
     def __init__(self, address: str, bug: str) -> None:
-        options = [("grpc.enable_retries", 0), ("grpc.initial_reconnect_backoff_ms", 50), ("grpc.min_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)]
+        options = [
+            ("grpc.enable_retries", 0),
+            ("grpc.initial_reconnect_backoff_ms", 50),
+            ("grpc.min_reconnect_backoff_ms", 50),
+            ("grpc.max_reconnect_backoff_ms", 200),
+        ]
         self.stub = ControllerServiceStub(grpc.insecure_channel(address, options))
         self.bug = bug
         self.pinned = os.environ.get("COSMOS_CTRL_EXECUTION_ID", "")
@@ -188,7 +193,7 @@ class Worker:
 
     def lease(self) -> None:
         room = self.in_flight - len(self.held)
-        if room < 1 or self.no_more and self.bug != "leases_after_no_more":
+        if room < 1 or (self.no_more and self.bug != "leases_after_no_more"):
             time.sleep(_GO_ON)
             return
         room += self.bug == "leases_too_much"

@@ -6,12 +6,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from core_harness import House, Worker, disposed_row, metadata_of, resume_from
+from core_harness import (
+    House,
+    Worker,
+    counted_ids,
+    disposed_row,
+    make_policy,
+    metadata_of,
+    prompt_of,
+    resume_from,
+)
 
 from cosmos_ctrl.core.agreement import Resumed
 from cosmos_ctrl.core.commands import Command, DisposedRows, End, Save, Train
+from cosmos_ctrl.core.controller import Controller
 from cosmos_ctrl.core.errors import ExecutionEndedError, StorageUnavailableError
+from cosmos_ctrl.core.execution import ExecutionIdentity
+from cosmos_ctrl.core.ledger import SamplingBoundary
+from cosmos_ctrl.core.replay import Replay, ReplayedDraw
 from cosmos_ctrl.core.samplers import SeekableSampler
+from cosmos_ctrl.core.sampling import Sampling
 
 
 class Run:
@@ -135,7 +149,84 @@ def test_the_tail_is_discarded_with_a_reason() -> None:
     assert run.next_end().reason == "BUDGET_EXHAUSTED"
 
 
-@pytest.mark.parametrize("tail", ["train", "discard"])
+@pytest.mark.parametrize("settles", ["the last group", "the first group"])
+def test_the_tail_waits_unsettled_in_the_final_checkpoint(settles: str) -> None:
+    run = Run(prompts=3, groups_per_step=2, tail="wait", records_window="settled")
+    if settles == "the first group":
+        # The hole is the oldest: what was trained lies beyond the boundary, and is in the record.
+        hole = run.house.rollout(1)
+        (lease,) = hole.lease()
+        run.step(2)
+        hole.complete(lease)
+    else:
+        run.step(2)
+        run.generate(1)
+    save = run.next_save()
+    assert save.final
+    # The tail, and what was trained beyond it, lie beyond the boundary.
+    assert (save.boundary.remaining_completions, save.window_completions) == (
+        (2, 2) if settles == "the last group" else (6, 6)
+    )
+    assert (run.house.settled("trained"), run.house.reasons()) == (4, [])
+    run.save(save)
+    end = run.next_end()
+    assert (end.reason, end.steps) == ("BUDGET_EXHAUSTED", 1)
+    assert "1 groups are too few for a step, and wait" in end.message
+
+
+def test_a_tail_that_waits_is_nothing_to_do_until_somebody_takes_it() -> None:
+    run = Run(prompts=3, groups_per_step=2, tail="wait")
+    run.step(2)
+    tail = run.generate(1)
+    save = run.next_save()
+    again = restart(save, prompts=3, groups_per_step=2, tail="wait").controller
+    assert again.lifecycle.end == (
+        "BUDGET_EXHAUSTED",
+        "nothing to do: at step 1 the 1 groups that are left are too few for a step, and wait",
+    )
+    taken = Run(restart(save, number=3, prompts=3, groups_per_step=1, tail="wait"))
+    (group,) = taken.generate(5)
+    command = taken.next_train()
+    assert (command.step, [token for token, _ in command.rows]) == (2, [group])
+    assert len(tail) == 1
+    taken.commit(command)
+    last = taken.next_save()
+    assert (last.final, last.boundary.remaining_completions) == (True, 0)
+    assert restart(last, number=4, prompts=3, groups_per_step=1, tail="wait").controller.lifecycle.over
+
+
+@pytest.mark.parametrize("settled", [0b01, 0b11])
+def test_what_a_record_proves_settled_is_no_part_of_a_tail_that_waits(settled: int) -> None:
+    house = House(prompts=4, groups_per_step=3, tail="wait")
+    sampling = Sampling(SeekableSampler(4, shuffle=False), prompt_of=prompt_of, completions_per_prompt=2)
+    draws = []
+    remaining = sampling.start(8).remaining_completions
+    for mask in (0, settled):
+        draw = sampling.draw(remaining)
+        remaining = draw.after.remaining_completions
+        draws.append(ReplayedDraw(draw, (mask,)))
+    replay = Replay(tuple(draws))
+    assert replay.settled_groups == (settled == 0b11)
+    controller = Controller(
+        make_policy(groups_per_step=4, tail="wait"),
+        ExecutionIdentity(2, "execution-2"),
+        sampling,
+        SamplingBoundary(epoch=1, sampler_state={}, remaining_completions=8),
+        Resumed(metadata=metadata_of(_stopped(house))),
+        replay=replay,
+        clock=house.clock,
+        new_id=counted_ids(),
+    )
+    assert controller.lifecycle.over is (settled == 0b11)
+
+
+def _stopped(house: House) -> Save:
+    run = Run(house)
+    run.controller.stop("enough")
+    return run.next_save()
+
+
+@pytest.mark.parametrize("tail", ["train", "discard", "wait"])
 def test_only_an_exhausted_budget_discards_a_tail(tail: Any) -> None:
     run = Run(prompts=6, groups_per_step=4, tail=tail)
     run.generate(3)
@@ -540,6 +631,74 @@ def test_g8_restored_at_seven_with_limit_five_is_over_at_once() -> None:
 def test_g8_a_limit_of_zero_trains_nothing(limit: int) -> None:
     house = House(max_training_steps=limit)
     assert (house.controller.lifecycle.phase == "ENDED") is (limit == 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "steps"),
+    [
+        ({"groups_per_step": 4}, 3),
+        ({"groups_per_step": 4, "tail": "discard"}, 2),
+        ({"groups_per_step": 4, "tail": "wait"}, 2),
+        ({"groups_per_step": 5, "tail": "discard"}, 2),
+        ({"groups_per_step": 4, "max_training_steps": 2}, 2),
+        ({"groups_per_step": 4, "max_training_steps": 30}, 3),
+    ],
+)
+def test_g8_the_horizon_is_the_budget_in_steps_or_the_limit(policy: dict[str, Any], steps: int) -> None:
+    house = House(prompts=10, budget=19, **policy)  # ten groups of two, the last cut short
+    assert house.controller.horizon_training_steps == steps
+    run = Run(house)
+    while isinstance(command := next(_commands(run)), Train):
+        run.commit(command)
+    assert run.controller.commands.steps == steps
+
+
+def _commands(run: Run) -> Iterator[Command]:
+    while True:
+        if (command := run.next()) is not None:
+            yield command
+        run.generate(1)
+
+
+def test_g8_the_horizon_is_kept_whatever_repeats_and_however_the_limits_change() -> None:
+    run = Run(prompts=8, groups_per_step=2, save_every_steps=1)
+    assert run.controller.horizon_training_steps == 4
+    run.house.rollout(1).lease()  # a hole, so all that is trained now repeats
+    for _ in range(3):
+        run.step(2)
+        save = run.next_save()
+        run.save(save)
+    assert save.boundary.remaining_completions == 16
+    for changed in ({}, {"max_training_steps": 50}, {"max_training_steps": 3}, {"groups_per_step": 1}):
+        policy = {"groups_per_step": 2, **changed}
+        resumed = Resumed(metadata=metadata_of(save), repeat_bound_completions=14, horizon_training_steps=4)
+        assert House(number=2, resumed=resumed, prompts=8, **policy).controller.horizon_training_steps == 4
+    # A checkpoint that does not say: what is left is planned anew, on top of what is done.
+    assert restart(save, prompts=8, groups_per_step=2).controller.horizon_training_steps == 7
+
+
+def test_steps_updates_and_completions_stay_apart() -> None:
+    run = Run(prompts=12, groups_per_step=2, save_every_steps=3)
+    trained = discarded = 0
+    for updates, dropped in ((3, 0), (0, 2), (2, 1)):
+        run.generate(2)
+        command = run.next_train()
+        (first, mask), (second, other) = command.rows
+        rows = [DisposedRows("trained", ((second, other),))]
+        if dropped == 2:
+            rows = [DisposedRows("discarded", command.rows, "all alike")]
+        elif dropped:
+            rows += [disposed_row(first, 0b01, "trained"), disposed_row(first, 0b10, "discarded", "too long")]
+        else:
+            rows = [DisposedRows("trained", command.rows)]
+        discarded += {0: 0, 2: 4, 1: 1}[dropped]
+        trained += 4 - {0: 0, 2: 4, 1: 1}[dropped]
+        for trainer in run.trainers:
+            trainer.trained(command, updates=updates, disposed=rows)
+        assert mask == 0b11
+    save = run.next_save()
+    assert (save.steps, save.updates, save.boundary.remaining_completions) == (3, 5, 24 - 12)
+    assert (run.house.settled("trained"), run.house.settled("discarded")) == (trained, discarded) == (7, 5)
 
 
 def test_g8_replayed_steps_count_toward_the_limit() -> None:

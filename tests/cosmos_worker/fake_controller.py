@@ -44,6 +44,9 @@ class Process:
     """What the controller remembers of one incarnation."""
 
     place: tuple[Any, ...]
+    dp_rank: int = 0
+    asked: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Calls by name."""
     applied: list[bytes] = field(default_factory=list)
     notices: list[reports_pb2.Notice] = field(default_factory=list)
     leased: dict[int, pb.LeasePromptsResponse] = field(default_factory=dict)
@@ -220,6 +223,7 @@ class FakeController(ControllerServiceServicer):
                 process = self.processes[incarnation]
                 if process.retired:
                     raise SupersededError(place=str(process.place), incarnation=incarnation)
+                process.asked[name] += 1
                 return process
         except ControlError as error:
             await context.abort_with_status(to_status(error))
@@ -257,7 +261,7 @@ class FakeController(ControllerServiceServicer):
         place = (request.role, request.group, request.replica, request.rank)
 
         def register() -> str | ControlError:
-            process = self.processes.setdefault(request.incarnation, Process(place))
+            process = self.processes.setdefault(request.incarnation, Process(place, request.dp_rank))
             if process.retired:
                 return SupersededError(place=str(place), incarnation=request.incarnation)
             holder = self.holders.get(place)
@@ -360,10 +364,13 @@ class FakeController(ControllerServiceServicer):
         return response
 
     async def FetchPayloads(self, request: Any, context: Any) -> Any:
-        await self._begin("FetchPayloads", context, request.worker)
-        for response in self.payloads[request.command]:
-            response.header.CopyFrom(self._header())
-            yield response
+        process = await self._begin("FetchPayloads", context, request.worker)
+        assert process is not None
+        train = self.commands[request.command - 1].train
+        share = {group for group, rank in zip(train.groups, train.dp_ranks, strict=True) if rank == process.dp_rank}
+        for whole in self.payloads[request.command]:
+            groups = [group for group in whole.groups if group.group in share]
+            yield pb.FetchPayloadsResponse(header=self._header(), groups=groups)
             await self._end("FetchPayloads", context)
 
     async def ReportShards(self, request: Any, context: Any) -> Any:

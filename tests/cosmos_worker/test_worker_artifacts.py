@@ -28,7 +28,7 @@ from cosmos_worker import artifacts as worker_artifacts
 from cosmos_worker import dcp
 from cosmos_worker.artifacts import open_artifacts
 from cosmos_worker.errors import UsageError
-from cosmos_worker.settings import WorkerPlace
+from cosmos_worker.settings import WorkerPlace, rank_folder
 from cosmos_worker.shards import HashingFile
 from cosmos_worker.stamps import Stamp
 
@@ -40,7 +40,7 @@ def place(rank: int) -> WorkerPlace:
     return WorkerPlace(role="trainer", group="policy", rank=rank, world_size=2)
 
 
-def manifest_of(directory: Path) -> CheckpointManifest:
+def manifest_of(directory: Path, *, execution: int = 1) -> CheckpointManifest:
     """Of everything that lies there."""
     files = {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     metadata = ControllerResumeMetadata(
@@ -54,14 +54,20 @@ def manifest_of(directory: Path) -> CheckpointManifest:
         checkpoint_id="c",
     )
     artifacts = {name: Artifact(len(data), digest_bytes(data), 0, "policy") for name, data in files.items()}
-    return CheckpointManifest(metadata=metadata, artifacts=artifacts, compatibility={})
+    return CheckpointManifest(
+        metadata=metadata,
+        artifacts=artifacts,
+        compatibility={},
+        execution_number=execution,
+        execution_id="this" if execution else "",
+    )
 
 
 class Folder:
     """One rank's folder, as a save fills it."""
 
     def __init__(self, top: Path, rank: int) -> None:
-        self.directory = top / place(rank).prefix
+        self.directory = top / rank_folder("policy", rank)
         self.directory.mkdir(parents=True)
         self.opened: list[str] = []
 
@@ -93,6 +99,47 @@ def test_a_ranks_artifacts_are_its_own_and_anothers_when_they_are_asked_for(two:
         every = [*files.values(), *other.values()]
         assert not any(file.closed for file in every)
     assert all(file.closed for file in every)
+
+
+@pytest.mark.parametrize("resharded", [False, True])
+def test_what_no_execution_saved_is_every_ranks_and_verified_when_it_is_looked_up(
+    tmp_path: Path, resharded: bool
+) -> None:
+    names = ["rank0.pth", "rank1.pth", "policy-0.pth", "tokenizer/vocab.json"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    manifest, store = manifest_of(tmp_path, execution=0), LocalStore(tmp_path)
+    told: list[BaseException] = []
+
+    @contextmanager
+    def telling() -> Iterator[None]:
+        try:
+            yield
+        except CheckpointDamagedError as error:
+            told.append(error)
+            raise
+
+    (tmp_path / "rank1.pth").write_text("rank2.pth")
+    for rank in range(2):
+        with open_artifacts(store, manifest, place(rank), path="c", resharded=resharded, telling=telling) as files:
+            assert sorted(files) == sorted(names)
+            file = files["rank0.pth"]
+            assert file.read() == b"rank0.pth"
+            assert files["rank0.pth"] is file
+            assert "state.pt" not in files
+            for use in (lambda: files.of_rank(1), lambda: files.check_stamp("rank0.pth", {})):
+                with pytest.raises(ValueError, match="no rank saved"):
+                    use()
+            with pytest.raises(CheckpointDamagedError, match=r"rank1\.pth"):
+                _ = files["rank1.pth"]
+            assert len(told) == rank + 1
+        assert file.closed
+
+
+def test_a_script_may_publish_what_is_each_ranks(two: Path) -> None:
+    with open_artifacts(LocalStore(two), manifest_of(two, execution=0), place(1), path="c") as files:
+        assert files["part3.pt"].read() == b"1-3" * 100
 
 
 def test_artifacts_are_verified_side_by_side(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +178,13 @@ def test_one_that_is_not_sound_closes_all(
         files.of_rank(1)
 
 
-STAMP = {"rank": 1, "steps": 1, "updates": 1, "execution_id": "", "checkpoint_id": "c"}
+STAMP = {"rank": 1, "steps": 1, "updates": 1, "execution_id": "this", "checkpoint_id": "c"}
 
 
 def test_a_saves_stamp_is_known_again(two: Path) -> None:
     manifest = manifest_of(two)
     # As any format brings it back.
-    loaded = json.loads(json.dumps(Stamp(rank=1, steps=1, updates=1, execution_id="", checkpoint_id="c").values()))
+    loaded = json.loads(json.dumps(Stamp(rank=1, steps=1, updates=1, execution_id="this", checkpoint_id="c").values()))
     assert loaded == STAMP
     with open_artifacts(LocalStore(two), manifest, place(1), path="c") as files:
         assert files.stamp.values() == STAMP
@@ -188,6 +235,73 @@ def test_a_foreign_stamp_is_refused_by_its_field_and_told_before_it_is_raised(
         with pytest.raises(ArtifactMissingError) as missing:
             files.of_rank(0)
         assert told == [caught.value, missing.value]
+
+
+# -- another world
+
+
+def saved_by(top: Path, ranks: int) -> CheckpointManifest:
+    """A checkpoint of so many ranks, each file with the number of who saved it."""
+    for rank in range(ranks):
+        with Folder(top, rank).open("state.pt") as file:
+            file.write(b"%d" % rank)
+    # Of groups with names that begin alike.
+    for name in ("policy-0-9", "critic-8", "policy"):
+        (top / name).mkdir()
+        (top / name / "7").write_bytes(b"x")
+    return manifest_of(top)
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3, 5])
+@pytest.mark.parametrize("world", [1, 2, 4, 7])
+def test_the_ranks_of_another_world_are_dealt_what_was_saved_and_may_ask_for_all_of_it(
+    saved: int, world: int, tmp_path: Path
+) -> None:
+    manifest, store = saved_by(tmp_path, saved), LocalStore(tmp_path)
+    for rank in range(world):
+        present = WorkerPlace(role="trainer", group="policy", rank=rank, world_size=world)
+        with open_artifacts(store, manifest, present, path="c", resharded=True) as files:
+            assert files["state.pt"].read() == b"%d" % (rank % saved)
+            assert files.stamp.values() == STAMP | {"rank": rank % saved}
+            assert files.stamp.resharded
+            for other in range(saved):
+                assert files.of_rank(other)["state.pt"].read() == b"%d" % other
+                files.of_rank(other).check_stamp("state.pt", STAMP | {"rank": other})
+            for none in (-1, saved):
+                with pytest.raises(ValueError, match=f"rank is {none}, but there are {saved}"):
+                    files.of_rank(none)
+
+
+@pytest.mark.parametrize(
+    ("field", "foreign"), [("rank", 3), ("steps", 2), ("updates", 0), ("execution_id", "e"), ("checkpoint_id", "d")]
+)
+def test_g3_resharding_lets_no_other_step_execution_checkpoint_or_file_in(
+    field: str, foreign: Any, tmp_path: Path
+) -> None:
+    present = WorkerPlace(role="trainer", group="policy", rank=3, world_size=4)
+    manifest = saved_by(tmp_path, 2)
+    with open_artifacts(LocalStore(tmp_path), manifest, present, path="c", resharded=True) as files:
+        with pytest.raises(ArtifactForeignError, match=r"policy-1/state\.pt") as caught:
+            files.check_stamp("state.pt", STAMP | {field: foreign})
+        assert caught.value.what == field
+        (tmp_path / "policy-0/state.pt").write_bytes(b"X")
+        with pytest.raises(CheckpointDamagedError, match=r"policy-0/state\.pt"):
+            files.of_rank(0)
+
+
+def test_a_group_that_saved_nothing_is_no_damage(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def telling() -> Iterator[None]:
+        told.append("asked")
+        yield
+
+    critic = WorkerPlace(role="trainer", group="critic-8")
+    manifest = saved_by(tmp_path, 2)
+    with pytest.raises(ArtifactMissingError, match="critic-8-"):
+        open_artifacts(LocalStore(tmp_path), manifest, critic, path="c", resharded=True, telling=telling)
+    assert told == []
 
 
 # -- torch.distributed.checkpoint

@@ -127,7 +127,7 @@ def test_a_save_goes_on_while_training_does_and_later_steps_never_reach_it(
     data = (tmp_path / PATH / "policy-0" / "state.pt").read_bytes()
     assert (receipt.size_bytes, receipt.digest) == (len(data), digest_bytes(data))
     assert (receipt.completed_training_steps, receipt.completed_optimizer_updates, receipt.rank) == (1, 3, 0)
-    assert dataclasses.asdict(saving.stamp) == {
+    assert saving.stamp.values() == {
         "rank": 0,
         "steps": 1,
         "updates": 3,

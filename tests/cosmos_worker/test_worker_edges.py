@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 
 import grpc
 import pytest
@@ -14,12 +16,10 @@ from cosmos_ctrl.core.errors import (
     ERRORS_BY_REASON,
     ExecutionEndedError,
     MalformedError,
-    MessageTooLargeError,
     NotRegisteredError,
     RestoringError,
     StaleExecutionError,
     SupersededError,
-    WindowFullError,
 )
 from cosmos_worker.errors import (
     AgreementTimeoutError,
@@ -161,7 +161,6 @@ def test_g9_every_domain_error_is_classified():
     for reason, cls in ERRORS_BY_REASON.items():
         expected = "later" if reason in later else "register" if cls is NotRegisteredError else "final"
         assert _kind_of(cls.__new__(cls)) == expected
-    assert issubclass(MessageTooLargeError, WindowFullError.__mro__[1])
 
 
 def test_patience_backs_off_with_jitter_and_ends():
@@ -188,6 +187,7 @@ def test_patience_backs_off_with_jitter_and_ends():
         patience.pause(Fault("final", MalformedError(what="x")))
     floor = Patience(dataclasses.replace(config, backoff_first_s=0.001), "a", jitter=lambda: 0.0)
     assert floor.pause(Fault("later", RestoringError())) == 0.2
+    assert floor.pause(Fault("later", RestoringError(), delay_s=3.0)) == 3.0
 
 
 def test_another_controller_at_the_same_address_is_noticed_by_its_header(controller, options):
@@ -270,3 +270,34 @@ async def test_a_worker_is_entered_once(controller, options):
     with pytest.raises(RuntimeError, match="make a new one"):
         async with rollout:
             pass
+
+
+_ENDINGS = """
+import atexit, os, sys
+from cosmos_worker import cli
+
+atexit.register(os.abort)  # as gloo's threads may, once the interpreter goes down
+
+
+def refuse(code):
+    sys.exit(code)
+
+
+def fail():
+    raise ZeroDivisionError("the application's own")
+
+
+for main in (lambda: 2, lambda: refuse(10), lambda: refuse("no code"), fail):
+    if (child := os.fork()) == 0:
+        cli.main = main
+        print("said")
+        cli.run()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_worker_process_ends_with_its_code_whatever_the_interpreters_exit_does():
+    done = subprocess.run([sys.executable, "-c", _ENDINGS], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["said", "2", "said", "10", "said", "1", "said", "1"]
+    assert "ZeroDivisionError: the application's own" in done.stderr

@@ -178,6 +178,25 @@ def test_g3_the_state_of_another_rank_step_or_execution_is_refused(trained: Trai
     assert everything(trained.parts()) == before
 
 
+def test_g3_another_worlds_random_states_are_left_alone_and_all_else_is_checked_and_restored(
+    trained: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = through_a_file(capture(trained.parts(), STAMP))
+    again = Training()
+    expected = dataclasses.replace(STAMP, resharded=True)
+    before = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
+    assert restore(state, again.parts(), expected) == STAMP
+    assert before == (random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes())
+    assert "random states are not restored" in caplog.text
+    assert torch.equal(again.model[0].weight, trained.model[0].weight)
+    assert again.scheduler.state_dict() == trained.scheduler.state_dict()
+    # Which world reads is no part of the stamp, and lets no other one in.
+    assert expected.values() == STAMP.values()
+    state["stamp"]["steps"] += 1
+    with pytest.raises(StateError, match="steps: expected 3, found 4"):
+        restore(state, again.parts(), expected)
+
+
 def test_a_stamp_is_compared_by_type() -> None:
     assert STAMP.differences(STAMP.values()) == []
     assert STAMP.differences(STAMP.values() | {"rank": True}) == ["rank: expected 1, found True"]
@@ -231,6 +250,7 @@ HARMS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no optimizer's": (put({}, "parts", "optimizer"), "no optimizer's state"),
     "no moments": (drop("parts", "optimizer", "state"), "no optimizer's state"),
     "scaler": (put({}, "parts", "scaler"), "part 'scaler': its state is empty"),
+    "no place": (drop("parts", "scheduler", "last_epoch"), "part 'scheduler': it lacks the schedule's place"),
     "no numpy": (drop("random", "numpy"), "random state 'numpy' is missing"),
     "another generator": (put(1, "random", "xpu"), "random state 'xpu' is not known here"),
     "python": (put(lambda state: state[:2], "random", "python"), "random state 'python'"),
@@ -256,6 +276,31 @@ def test_g3_what_does_not_fit_is_refused_before_anything_is_loaded(trained: Trai
 @pytest.mark.parametrize("state", [None, [], {}, {"model": {}}])
 def test_what_is_no_training_state_is_refused(trained: Training, state: Any) -> None:
     with pytest.raises(StateError, match="no training state"):
+        restore(state, trained.parts(), STAMP)
+
+
+def test_g3_the_devices_random_state_is_one_of_them(trained: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the device: on a real one `test_checkpoint_replay.py` does it, where there is one."""
+    without = through_a_file(capture(trained.parts(), STAMP))
+    device, plain = torch.Generator(), torch.Generator
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", device.get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", device.set_state)
+    monkeypatch.setattr(torch, "Generator", lambda _device="cpu": plain())
+    device.manual_seed(3)
+    state = through_a_file(capture(trained.parts(), STAMP))
+    wanted = torch.rand(4, generator=device)
+    restore(state, trained.parts(), STAMP)
+    assert torch.equal(torch.rand(4, generator=device), wanted)
+    before = device.get_state()
+    with pytest.raises(StateError, match="random state 'cuda' is missing"):
+        restore(without, trained.parts(), STAMP)
+    put(lambda saved: saved[:-1].clone(), "random", "cuda")(state)
+    with pytest.raises(StateError, match="random state 'cuda'"):
+        restore(state, trained.parts(), STAMP)
+    assert torch.equal(device.get_state(), before)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(StateError, match="random state 'cuda' is not known here"):
         restore(state, trained.parts(), STAMP)
 
 

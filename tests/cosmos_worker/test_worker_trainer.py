@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -92,6 +95,24 @@ def publish(run: Path, controller, *, rank: int = 0, content: bytes = b"model", 
     controller.resume_state.manifest_digest = digest
     controller.resume_state.application_note = '{"tracker":"t1"}'
     return directory
+
+
+@pytest.mark.parametrize("groups", [["policy", "critic"], ["critic"], []])
+def test_a_rank_beyond_those_that_saved_loads_what_it_is_dealt_where_its_group_is_resharded(
+    groups, controller, options, run
+):
+    publish(run, controller)
+    controller.resume_state.resharded_groups.extend(groups)
+    with Trainer.from_env(**options(group="policy", rank=1, world_size=2)) as trainer:
+        resume = trainer.resume()
+        assert resume.checkpoint.resharded is ("policy" in groups)
+        if not resume.checkpoint.resharded:
+            with pytest.raises(ArtifactMissingError, match="policy-1/"):
+                trainer.artifacts(resume)
+            return
+        with trainer.artifacts(resume) as files:
+            assert files["state.pt"].read() == b"model"
+            assert (files.stamp.rank, files.stamp.resharded) == (0, True)
 
 
 def test_the_loop_of_the_quickstart(controller, options, run):
@@ -502,14 +523,18 @@ from cosmos_worker.errors import exit_code_for
 from cosmos_worker.settings import ClientConfig
 from cosmos_worker.trainer import Trainer
 
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(os.environ["RANK"]), world_size=2)
+rank, world, replicas = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[2])
+size = world // replicas
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=world)
+groups = [dist.new_group(list(range(size * each, size * (each + 1)))) for each in range(replicas)]
 seen = []
 try:
-    with Trainer.from_env(dp=(0, 1), config=ClientConfig(poll_s=0.2, connect_total_s=10)) as trainer:
+    config = ClientConfig(poll_s=0.2, connect_total_s=10)
+    with Trainer.from_env(dp=(rank // size, replicas), config=config) as trainer:
         trainer.resume()
         trainer.confirm(steps=0, updates=0)
-        for command in trainer.commands(process_group=dist.group.WORLD):
-            seen.append((command.number, command.step, len(command.payloads())))
+        for command in trainer.commands(process_group=groups[rank // size]):
+            seen.append((command.number, command.step, [group.group_id for group in command.payloads()]))
             trainer.complete(command, updates=1)
     print(os.environ["RANK"], seen, trainer.end_reason, flush=True)
 except Exception as error:
@@ -523,27 +548,31 @@ os._exit(code)
 """
 
 
-@pytest.mark.parametrize("ending", ["end", "stale"])
-def test_two_processes_share_one_fetch(controller, environ, run, tmp_path, ending):
+@pytest.mark.parametrize(("ending", "replicas"), [("end", 2), ("stale", 1)])
+def test_the_ranks_of_a_replica_share_one_fetch(controller, environ, run, tmp_path, ending, replicas):
+    """Two ranks each, as with tensor, pipeline or context parallelism; payloads by data-parallel share."""
     pytest.importorskip("torch")
-    controller.ranks = 2
+    world = controller.ranks = 2 * replicas
     for number in (1, 2):
-        controller.payloads[number] = [payloads({number: 1})]
-    controller.commands = [train(1, {1: 1}), train(2, {2: 1})]
+        controller.payloads[number] = [payloads({10 * number + replica: 1 for replica in range(replicas)})]
+    controller.commands = [
+        train(number, {10 * number + replica: 1 for replica in range(replicas)}, dp_ranks=list(range(replicas)))
+        for number in (1, 2)
+    ]
     import os
 
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(tmp_path / "rendezvous")],
-            env=os.environ | environ | {"RANK": str(rank), "WORLD_SIZE": "2", "GRPC_VERBOSITY": "NONE"},
+            [sys.executable, "-c", _RANK, str(tmp_path / "rendezvous"), str(replicas)],
+            env=os.environ | environ | {"RANK": str(rank), "WORLD_SIZE": str(world), "GRPC_VERBOSITY": "NONE"},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(world)
     ]
     try:
         controller.until(
-            lambda: sum(r.command == 2 for b in controller.batches for r in b.completions) == 2, "both ranks complete"
+            lambda: sum(r.command == 2 for b in controller.batches for r in b.completions) == world, "all complete"
         )
         if ending == "end":
             controller.change(lambda: controller.commands.append(end(steps=2)))
@@ -557,10 +586,14 @@ def test_two_processes_share_one_fetch(controller, environ, run, tmp_path, endin
             rank.kill()
             rank.wait()
     what = "ended after 2 training steps: budget exhausted" if ending == "end" else "StaleExecutionError"
-    assert outputs == [f"{rank} [(1, 1, 1), (2, 2, 1)] {what}\n" for rank in range(2)]
-    assert [rank.returncode for rank in ranks] == ([0, 0] if ending == "end" else [10, 10])
-    # Rank 0 asked for everything; the other never did.
-    assert len([r for b in controller.batches for r in b.completions]) == 4
+    seen = [[(number, number, [10 * number + rank // 2]) for number in (1, 2)] for rank in range(world)]
+    assert outputs == [f"{rank} {seen[rank]} {what}\n" for rank in range(world)]
+    assert [rank.returncode for rank in ranks] == [0 if ending == "end" else 10] * world
+    # The first rank of a replica asks for its others, which never do; payloads each fetches for itself.
+    asked = {process.place[3]: process.asked for process in controller.processes.values()}
+    assert [rank for rank in range(world) if asked[rank]["NextCommand"]] == list(range(0, world, 2))
+    assert [asked[rank]["FetchPayloads"] for rank in range(world)] == [2] * world
+    assert len([r for b in controller.batches for r in b.completions]) == 2 * world
 
 
 def test_a_digest_that_cannot_be_made_is_known_before_the_first_save(options, monkeypatch):
@@ -569,3 +602,42 @@ def test_a_digest_that_cannot_be_made_is_known_before_the_first_save(options, mo
     monkeypatch.setitem(sys.modules, "blake3", None)
     with pytest.raises(ModuleNotFoundError, match="pip install blake3"):
         Trainer.from_env(**options(config=ClientConfig(digest="blake3")))
+
+
+def test_signals_that_the_application_handles_itself_stay_its_own(controller, fresh):
+    def mine(*_):
+        pytest.fail("nobody sends it")
+
+    controller.commands = [end()]
+    signal.signal(signal.SIGUSR1, mine)
+    try:
+        with fresh() as trainer:
+            assert signal.getsignal(signal.SIGUSR1) is mine
+            signal.raise_signal(signal.SIGTERM)
+            controller.until(lambda: controller.stops == ["SIGTERM to trainer policy/0/0"])
+            assert list(trainer.commands()) == []
+        assert signal.getsignal(signal.SIGUSR1) is mine
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("why", ["the wakeup descriptor is taken", "another thread"])
+def test_signals_that_the_trainer_cannot_hear_are_left_as_they_are(controller, fresh, why):
+    def enter() -> None:
+        with fresh():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    if why == "another thread":
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(enter).result(10)
+        return
+    one, other = socket.socketpair()
+    with one, other:
+        other.setblocking(False)
+        signal.set_wakeup_fd(other.fileno())
+        try:
+            enter()
+        finally:
+            assert signal.set_wakeup_fd(-1) == other.fileno()

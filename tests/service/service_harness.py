@@ -2,6 +2,7 @@
 
 * The core's clock is turned by hand and ticks when a test says so; calls wait on events and deadlines, never on sleeps.
 * `House.snapshot` is everything that a refused request must leave as it was.
+* Whatever a test provokes: an RPC is refused only with what its comment in the proto says.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 import pytest
+from documented import Ear, documented
 from google.protobuf import duration_pb2
 
 from cosmos_ctrl.checkpoints.claims import claim_execution
+from cosmos_ctrl.checkpoints.compatibility import Topology
 from cosmos_ctrl.checkpoints.discovery import discover
+from cosmos_ctrl.checkpoints.names import check_artifact_names
 from cosmos_ctrl.checkpoints.stores.local import LocalStore
 from cosmos_ctrl.core.agreement import Resumed
 from cosmos_ctrl.core.controller import Controller
@@ -117,24 +121,27 @@ class House:
         self.run, self.clock, self.ranks, self._attach = run, Clock(), ranks, attach
         self.journal: list[dict[str, Any]] = []
         self.store = None if legacy else LocalStore(run)
+        topology = Topology({"policy": {"world_size": ranks}})
         identity = ExecutionIdentity(0, "")
         resumed: Resumed | None = None
         if self.store is not None:
             execution_id = secrets.token_hex(16)
             identity = ExecutionIdentity(claim_execution(self.store, execution_id=execution_id, note={}), execution_id)
-            found = discover(self.store, compatibility={}, on_corrupt="error").chosen if resume else None
+            found = (
+                discover(self.store, compatibility={}, on_corrupt="error", topology=topology).chosen if resume else None
+            )
             if found is not None:
                 resumed = Resumed(
                     metadata=found.manifest.metadata,
                     manifest_digest=found.manifest_digest,
                     repeat_bound_completions=found.manifest.repeat_bound_completions,
+                    horizon_training_steps=found.manifest.horizon_training_steps,
                     application_note=found.manifest.application_note,
                 )
         payload = b"p" * prompt_bytes if prompt_bytes else None
         sampling = Sampling(
             SeekableSampler(prompts, seed=3),
-            prompt_of=prompt_of
-            or (lambda index: Prompt(f"prompt-{index}", "test", payload, "raw" if payload else "")),
+            prompt_of=prompt_of or (lambda index: Prompt(f"prompt-{index}", "test", payload, "raw" if payload else "")),
             completions_per_prompt=n_generation,
         )
         budget = prompts * n_generation
@@ -150,12 +157,14 @@ class House:
             clock=self.clock,
             new_id=lambda: f"{identity.number:04x}{next(ids):028x}",
             record=lambda event, **values: self.journal.append({"event": event, **values}),
+            check_artifact_names=lambda names: check_artifact_names(names, path=""),
         )
         info = RunInfo(
             name="test",
             uri=str(run),
             sampling_owner="sampler",
             compatibility={},
+            topology=topology,
             on_corrupt="error",
             max_record_bytes=1 << 20,
         )
@@ -165,7 +174,8 @@ class House:
     async def open(self) -> None:
         if self._attach:
             self.servicer.attach(self.runtime)
-        self.server = grpc.aio.server(interceptors=[Guard(SERVICE)], options=[("grpc.so_reuseport", 0)])
+        self.ear = Ear()
+        self.server = grpc.aio.server(interceptors=[self.ear, Guard(SERVICE)], options=[("grpc.so_reuseport", 0)])
         add_ControllerServiceServicer_to_server(self.servicer, self.server)
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         await self.server.start()
@@ -176,6 +186,8 @@ class House:
         await self.channel.close()
         await self.server.stop(None)
         await soon(self.runtime.finish_effects())
+        undocumented = {(rpc, reason) for rpc, reason in self.ear.heard if reason not in documented()[rpc]}
+        assert not undocumented, "the comments of these RPCs do not say that they may answer so"
 
     # -- what tests turn and read
 

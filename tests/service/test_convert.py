@@ -238,13 +238,13 @@ def test_a_train_command_of_small_groups_has_no_words():
 def test_a_save_command_carries_the_boundary_as_metadata():
     boundary = SamplingBoundary(epoch=2, sampler_state={"position": 5}, remaining_completions=9)
     save = Save(3, "id", "checkpoints/p", 4, 8, boundary, 6, True, 0.0)
-    message = messages.save_to_message(save, "batch_sampler", 12)
+    message = messages.save_to_message(save, "batch_sampler", execution_number=12, horizon_training_steps=40)
     back = metadata_from_message(message.metadata)
     assert (back.checkpoint_path, back.checkpoint_id, back.sampling_owner) == ("checkpoints/p", "id", "batch_sampler")
     assert (back.completed_training_steps, back.completed_optimizer_updates) == (4, 8)
     assert (back.epoch, back.remaining_completions, back.sampler_state) == (2, 9, {"position": 5})
     assert (message.completed_training_steps, message.completed_optimizer_updates) == (4, 8)
-    assert (message.execution_number, message.final) == (12, True)
+    assert (message.execution_number, message.horizon_training_steps, message.final) == (12, 40, True)
 
 
 @pytest.mark.parametrize("reason", ["BUDGET_EXHAUSTED", "STEP_LIMIT", "STOP_REQUESTED", "FAILURE"])

@@ -12,6 +12,7 @@ from cosmos_ctrl.core.samplers import SeekableSampler
 from cosmos_ctrl.core.sampling import PromptFeedback
 
 SESSION_TTL_S = 10.0
+LARGEST_GROUP = 4
 
 #: Told of every draw: epoch, keys, state right after.
 OnDraw = Callable[[int, list[str], Any], None]
@@ -77,7 +78,7 @@ class Plan:
                 groups_per_step=rng.choice([1, 1, 2, 3, 4]),
                 max_training_steps=rng.choice([None, None, None, rng.randint(0, 12)]),
                 save_every_steps=rng.choice([0, 1, 1, 1, 2, 3]),
-                tail=rng.choice(["train", "train", "discard"]),
+                tail=rng.choice(["train", "train", "discard", "wait"]),
                 min_completions_per_group=rng.choice([1, 1, 1, 2]),
                 max_staleness=rng.choice([None, None, 0, 1, 2]),
                 on_stale=rng.choice(["discard", "regenerate"]),

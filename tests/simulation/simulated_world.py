@@ -11,7 +11,7 @@ from typing import Any
 
 import simulated_storage as storage
 from oracle import Checkpoint, Cut, Oracle
-from simulated_plan import Plan, first_state, samplers_of, uninterrupted
+from simulated_plan import LARGEST_GROUP, Plan, first_state, samplers_of, uninterrupted
 
 from cosmos_ctrl.core.agreement import Resumed
 from cosmos_ctrl.core.commands import Save
@@ -82,7 +82,7 @@ class World:
         self.now = 1000.0 * number
         self.stopped = False
         seed = _SEED + (run.rng.randint(0, 1) if plan.reorders else 0)
-        n = run.rng.randint(1, 4) if plan.reorders and run.rng.random() < 0.3 else plan.n
+        n = run.rng.randint(1, LARGEST_GROUP) if plan.reorders and run.rng.random() < 0.3 else plan.n
         self.oracle = Oracle(
             budget=plan.budget,
             n=n,

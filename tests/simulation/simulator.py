@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from simulated_plan import SESSION_TTL_S, Plan
+from simulated_plan import LARGEST_GROUP, SESSION_TTL_S, Plan
 from simulated_rollouts import RolloutSide, RolloutWorker
 from simulated_trainers import TrainerSide
 from simulated_world import Crash, Run, World
@@ -131,7 +131,11 @@ class _Life:
         if end is None or end[0] == "STOP_REQUESTED":
             assert not world.calm, "G9: the calm run did not end"
             return False
-        if end[0] == "BUDGET_EXHAUSTED":
+        if end[0] == "BUDGET_EXHAUSTED" and end[1].endswith("too few for a step, and wait"):
+            assert world.policy.tail == "wait"
+            largest = LARGEST_GROUP if world.plan.reorders else world.plan.n
+            world.oracle.check_tail((world.policy.groups_per_step - 1) * largest)
+        elif end[0] == "BUDGET_EXHAUSTED":
             world.oracle.check_complete()
             assert not self.core.rollouts.buffered_bytes, "payloads are kept of what is settled"
         return True

@@ -15,7 +15,6 @@ def settings() -> GrpoSettings:
     return GrpoSettings.from_dict(
         {
             "model": {"width": 16, "heads": 2, "layers": 2, "context_tokens": 48},
-            "steps": 6,
             "warm_start_max_steps": 20,
             "warm_start_check_every": 10,
             "warm_start_batch": 8,

@@ -17,9 +17,9 @@ def test_every_setting_has_a_default() -> None:
     [
         ({"learningrate": 1.0}, "learningrate"),
         ({"model": {"depth": 2}}, "model.depth"),
-        ({"steps": "40"}, "steps"),
-        ({"steps": True}, "steps"),
-        ({"steps": 0}, "steps"),
+        ({"updates_per_step": "4"}, "updates_per_step"),
+        ({"updates_per_step": True}, "updates_per_step"),
+        ({"updates_per_step": 0}, "updates_per_step"),
         ({"learning_rate": float("nan")}, "learning_rate"),
         ({"model": {"width": 30, "heads": 4}}, "not a multiple of heads"),
         ({"max_new_tokens": 254}, "leaves no room for a prompt"),

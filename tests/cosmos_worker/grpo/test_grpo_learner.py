@@ -35,7 +35,7 @@ def bits(learner: Learner) -> bytes:
 
 
 def test_a_step_counts_steps_and_updates_apart(settings: GrpoSettings) -> None:
-    learner = Learner(settings)
+    learner = Learner(settings, total_steps=6)
 
     result = learner.train(make_groups(5, 0))
 
@@ -72,7 +72,7 @@ def test_training_raises_the_share_of_what_is_rewarded(settings: GrpoSettings) -
 
 
 def test_equal_rewards_count_as_trained_and_have_no_gradient(settings: GrpoSettings) -> None:
-    learner = Learner(settings)
+    learner = Learner(settings, total_steps=6)
     completion = encode_completion([70], [-1.0])
     before = learner.weights()
 
@@ -86,7 +86,7 @@ def test_equal_rewards_count_as_trained_and_have_no_gradient(settings: GrpoSetti
 def test_a_step_with_nothing_to_train_is_a_step_without_updates(
     settings: GrpoSettings, groups: list[TrainGroup]
 ) -> None:
-    learner = Learner(settings)
+    learner = Learner(settings, total_steps=6)
     before = learner.weights()
 
     result = learner.train(groups)
@@ -97,7 +97,7 @@ def test_a_step_with_nothing_to_train_is_a_step_without_updates(
 
 
 def test_the_learning_rate_rises_and_falls(settings: GrpoSettings) -> None:
-    learner = Learner(settings.model_copy(update={"lr_warmup_steps": 2, "lr_final_fraction": 0.25}))
+    learner = Learner(settings.model_copy(update={"lr_warmup_steps": 2, "lr_final_fraction": 0.25}), total_steps=6)
 
     rates = [learner.train([]).learning_rate / settings.learning_rate for _ in range(7)]
 
@@ -105,7 +105,7 @@ def test_the_learning_rate_rises_and_falls(settings: GrpoSettings) -> None:
 
 
 def test_training_goes_on_to_the_bit(settings: GrpoSettings) -> None:
-    straight = Learner(settings)
+    straight = Learner(settings, total_steps=6)
     for step in range(2):
         straight.train(make_groups(5, step))
     state = saved(straight)
@@ -113,7 +113,7 @@ def test_training_goes_on_to_the_bit(settings: GrpoSettings) -> None:
         straight.train(make_groups(5, step))
     expected = bits(straight), random.random()
 
-    resumed = Learner(settings)
+    resumed = Learner(settings, total_steps=6)
     resumed.train(make_groups(3, 99))
     random.seed(99)
     resumed.load_state(state)
@@ -125,13 +125,13 @@ def test_training_goes_on_to_the_bit(settings: GrpoSettings) -> None:
 
 
 def test_a_state_shares_nothing_with_the_learner(settings: GrpoSettings) -> None:
-    learner = Learner(settings)
+    learner = Learner(settings, total_steps=6)
     learner.train(make_groups(3, 0))
     state = learner.state()
     before = copy.deepcopy(state)
 
     learner.train(make_groups(3, 1))
-    other = Learner(settings)
+    other = Learner(settings, total_steps=6)
     other.load_state(state)
     other.train(make_groups(3, 1))
 
@@ -192,11 +192,11 @@ DAMAGES = {
 def test_a_state_that_does_not_fit_changes_nothing(
     settings: GrpoSettings, damage: Callable[[dict[str, Any]], None]
 ) -> None:
-    source = Learner(settings)
+    source = Learner(settings, total_steps=6)
     source.train(make_groups(3, 0))
     state = saved(source)
     damage(state)
-    learner = Learner(settings)
+    learner = Learner(settings, total_steps=6)
     learner.train(make_groups(3, 1))
     before = bits(learner)
 
@@ -208,7 +208,7 @@ def test_a_state_that_does_not_fit_changes_nothing(
 
 def test_what_is_no_state_at_all_is_refused(settings: GrpoSettings) -> None:
     with pytest.raises(StateError, match="is a list, not a dict"):
-        Learner(settings).load_state([])  # type: ignore[arg-type]
+        Learner(settings, total_steps=6).load_state([])  # type: ignore[arg-type]
 
 
 OWN_TASKS = [Task(key=str(i), prompt=f"{i} =", answer=str(i)) for i in range(10)]
@@ -218,7 +218,7 @@ def test_the_warm_start_is_the_same_each_time_and_teaches(settings: GrpoSettings
     many = settings.model_copy(update={"warm_start_max_steps": 400, "warm_start_target": 0.5})
     results = []
     for _ in range(2):
-        learner = Learner(many)
+        learner = Learner(many, total_steps=6)
         results.append((learner.warm_start(OWN_TASKS), learner.weights()))
 
     assert results[0] == results[1]
@@ -227,7 +227,7 @@ def test_the_warm_start_is_the_same_each_time_and_teaches(settings: GrpoSettings
 
 
 def test_a_warm_start_of_no_steps_changes_nothing(settings: GrpoSettings) -> None:
-    learner = Learner(settings.model_copy(update={"warm_start_max_steps": 0}))
+    learner = Learner(settings.model_copy(update={"warm_start_max_steps": 0}), total_steps=6)
     before = learner.weights()
 
     assert learner.warm_start(OWN_TASKS).steps == 0
@@ -248,7 +248,7 @@ def test_bundled_tasks_are_warm_started_on_other_examples(settings: GrpoSettings
 
 
 def test_a_run_that_has_begun_is_not_warm_started(settings: GrpoSettings) -> None:
-    learner = Learner(settings)
+    learner = Learner(settings, total_steps=6)
     learner.train([])
 
     with pytest.raises(RuntimeError, match="before the first step"):

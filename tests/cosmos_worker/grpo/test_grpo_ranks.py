@@ -25,7 +25,6 @@ SETTINGS = GrpoSettings.from_dict(
         "warm_start_check_every": 5,
         "warm_start_batch": 5,
         "updates_per_step": 1,
-        "steps": 6,
         "max_grad_norm": 1e9,
     }
 )
@@ -39,7 +38,7 @@ BROKEN = TrainGroup(50, "1 =", [TrainCompletion(2, b"broken", 1.0)])
 
 def train_as(rank: int, world_size: int) -> dict[str, Any]:
     """The same six steps on one rank or on two."""
-    learner = Learner(SETTINGS, rank=rank, world_size=world_size)
+    learner = Learner(SETTINGS, rank=rank, world_size=world_size, total_steps=6)
     warm = learner.warm_start(TASKS)
     records = []
 
@@ -114,7 +113,7 @@ def test_the_leader_learns_what_another_rank_rejected(ranks: list[dict[str, Any]
 
 def test_a_rank_refuses_another_ranks_state(ranks: list[dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match="is of rank 1 of 2, and this is rank 0 of 1"):
-        Learner(SETTINGS).load_state(ranks[1]["state"])
+        Learner(SETTINGS, total_steps=6).load_state(ranks[1]["state"])
 
 
 def main(folder: Path, rank: int) -> None:
