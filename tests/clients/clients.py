@@ -75,6 +75,7 @@ CLIENTS = (
             "make golang-go golang-google-grpc-dev golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev "
             "protobuf-compiler protoc-gen-go protoc-gen-go-grpc"
         ),
+        lint=("make", "--silent", "lint"),
     ),
     Client(
         language="java",
