@@ -1,4 +1,4 @@
-# One command each for people and CI: run, demo, test, bench, chaos, lint, typecheck, generate, freeze.
+# One command each for people and CI: run, demo, test, test-clients, bench, chaos, lint, typecheck, generate, freeze.
 #
 #   TORCH_INDEX=URL   take torch from that package index (PyTorch's CPU wheels, say) instead of pip's default one
 #   PYTHON=python3.12 create the environment with that interpreter (3.10 or newer)
@@ -9,9 +9,11 @@ STUBS_VENV ?= .venv-stubs
 TORCH_INDEX ?=
 ARGS ?=
 
+CLIENT_TESTS = tests/clients tests/conformance/test_conformance_clients.py
+
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run demo test bench chaos lint typecheck generate freeze clean
+.PHONY: run demo test test-clients bench chaos lint typecheck generate freeze clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/cosmos-ctrl run $(ARGS)
@@ -21,6 +23,10 @@ demo: $(VENV)/.run-light
 
 test: $(VENV)/.test $(STUBS_VENV)/.ready lint typecheck
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+# The clients in every language, those too that take more than a minute to build, and the scenarios that take long.
+test-clients: $(VENV)/.test
+	COSMOS_TEST_CLIENTS=all $(VENV)/bin/python -m pytest $(CLIENT_TESTS) $(ARGS)
 
 bench: $(VENV)/.test
 	$(VENV)/bin/python tests/benchmarks/bench_ledger.py

@@ -2,7 +2,7 @@
 
 * Every client is one directory here, and one line of `CLIENTS`: what builds it (run in its directory, offline where that can be),
   what starts one worker, and the tools that both need. What a build makes lies in the client's ``build/``.
-* A client that cannot be built here is unavailable and says why. Where that may not be (``CI=true``) it is a failure.
+* A client that cannot be built here is unavailable and says why: its tests are skipped, and fail with ``CI=true``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 HERE = Path(__file__).parent
+
+#: Whether what takes long is tested, too.
+ALL = os.environ.get("COSMOS_TEST_CLIENTS") == "all"
 
 #: Longest build, in seconds.
 BUILD_S = 600.0
@@ -60,12 +66,30 @@ class Client:
         Raises:
             UnavailableError: a tool is missing, or the build failed.
         """
-        _build(self)
+        if missing := _missing(self):
+            raise UnavailableError(missing)
         return [str(path) if (path := self.directory / word).is_file() else word for word in self.run]
 
 
 CLIENTS = (
     Client(language="python", run=(sys.executable, "worker.py")),
+    Client(
+        language="node",
+        build=("make", "--silent"),
+        run=("node", "build/src/main.js"),
+        tools=("make", "node", "npm"),
+        install="make nodejs npm",
+        lint=("npm", "run", "--silent", "lint"),
+    ),
+    Client(
+        language="cpp",
+        build=("sh", "-c", "cmake -S . -B build -DCMAKE_COMPILE_WARNING_AS_ERROR=ON && cmake --build build --parallel"),
+        run=("build/worker",),
+        tools=("cmake", "c++", "pkg-config", "protoc", "grpc_cpp_plugin"),
+        install="cmake g++ pkg-config libgrpc++-dev protobuf-compiler protobuf-compiler-grpc",
+        lint=("sh", "-c", f"{Path(sys.executable).with_name('clang-format')} --dry-run --Werror src/*"),
+        reports="unary",
+    ),
     Client(
         language="go",
         build=("make", "--silent"),
@@ -91,30 +115,45 @@ CLIENTS = (
     ),
 )
 
-BY_LANGUAGE = {client.language: client for client in CLIENTS}
-
 
 @functools.cache
-def _build(client: Client) -> None:
+def _missing(client: Client) -> str:
+    """Builds it; what is missing for that, empty if nothing is. Tried once, however it comes out."""
     missing = [tool for tool in client.tools if shutil.which(tool) is None]
     if missing:
-        raise UnavailableError(f"the {client.language} client needs {', '.join(missing)}: install {client.install}")
+        return f"the {client.language} client needs {', '.join(missing)}: install {client.install}"
     if not client.build:
-        return
+        return ""
     try:
         done = subprocess.run(
             client.build, cwd=client.directory, capture_output=True, text=True, timeout=BUILD_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UnavailableError(f"the {client.language} client is not built: {error}") from error
-    if done.returncode != 0:
-        said = (done.stdout + done.stderr)[-_SHOWN:]
-        raise UnavailableError(
-            f"the {client.language} client is not built: {' '.join(client.build)} ended with {done.returncode}; "
-            f"install {client.install}.\n{said}"
-        )
+        return f"the {client.language} client is not built: {error}"
+    if done.returncode == 0:
+        return ""
+    said = (done.stdout + done.stderr)[-_SHOWN:]
+    return (
+        f"the {client.language} client is not built: {' '.join(client.build)} ended with {done.returncode}; "
+        f"install {client.install}.\n{said}"
+    )
 
 
-def must_be_available() -> bool:
-    """Whether a client that cannot be built is a failure, as it is on CI."""
-    return os.environ.get("CI") == "true"
+def chosen() -> tuple[Client, ...]:
+    """The clients whose tests are run: the quick ones, or all of them with ``COSMOS_TEST_CLIENTS=all`` (`make test-clients`)."""
+    return tuple(client for client in CLIENTS if client.quick or ALL)
+
+
+def command_of(client: Client) -> list[str]:
+    """The command of one worker; where it cannot be built, as `unavailable`."""
+    try:
+        return client.command()
+    except UnavailableError as error:
+        unavailable(str(error))
+
+
+def unavailable(why: str) -> NoReturn:
+    """Skips the test that asks, and says why; fails it with ``CI=true``."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(why)
+    pytest.skip(why)

@@ -27,8 +27,8 @@ from cosmos_ctrl.v1 import controller_service_pb2 as pb
 DIRECTORY = Path(__file__).parent / "vectors" / "controller"
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["ControllerService"]
-_KEYS = {"name", "why", "run", "after", "exchanges", "state"}
-_EXCHANGE_KEYS = {
+KEYS = {"name", "why", "run", "after", "exchanges", "state"}
+EXCHANGE_KEYS = {
     "rpc",
     "request",
     "requests",
@@ -54,8 +54,8 @@ def load() -> tuple[dict[str, list[Any]], list[dict[str, Any]]]:
         for vector in json.loads(path.read_text())["vectors"]
     ]
     for vector in found:
-        if unknown := vector.keys() - _KEYS:
-            raise ValueError(f"vector {vector['name']}: unknown {sorted(unknown)}; known are {sorted(_KEYS)}")
+        if unknown := vector.keys() - KEYS:
+            raise ValueError(f"vector {vector['name']}: unknown {sorted(unknown)}; known are {sorted(KEYS)}")
     return preludes, found
 
 
@@ -63,8 +63,8 @@ def exchanges_of(vector: dict[str, Any], preludes: dict[str, list[Any]]) -> list
     """The vector's exchanges, its preludes first."""
     found = [exchange for name in vector.get("after", []) for exchange in preludes[name]] + vector["exchanges"]
     for exchange in found:
-        if unknown := exchange.keys() - _EXCHANGE_KEYS:
-            raise ValueError(f"vector {vector['name']}: unknown {sorted(unknown)}; known are {sorted(_EXCHANGE_KEYS)}")
+        if unknown := exchange.keys() - EXCHANGE_KEYS:
+            raise ValueError(f"vector {vector['name']}: unknown {sorted(unknown)}; known are {sorted(EXCHANGE_KEYS)}")
     return found
 
 
