@@ -2,7 +2,8 @@
 
 * Only what the controller's contract calls retryable is tried again: an unreachable controller, an elapsed deadline (the
   same request under the same number), a "later" with our ErrorInfo, a lapsed session. Everything else is final.
-* UNAVAILABLE and RESOURCE_EXHAUSTED with our ErrorInfo are the controller's; without it they are the library's.
+* UNAVAILABLE and RESOURCE_EXHAUSTED with our ErrorInfo are the controller's; without it they are the library's. A newer controller's
+  reason that is not known here is "later" if it carries RetryInfo.
 * Patience ends: a controller that gives no answer, or only "later", for the configured time is an error with that name.
 """
 
@@ -19,7 +20,6 @@ import grpc
 from cosmos_ctrl.core.errors import (
     ControlError,
     ExecutionEndedError,
-    MessageTooLargeError,
     NotRegisteredError,
     ResumeMetadataMismatch,
     RetryLaterError,
@@ -58,6 +58,8 @@ def fault_of(error: grpc.RpcError) -> Fault:
         return Fault(_kind_of(known), known)
     code = error.code()
     text = f"{code.name}: {error.details()}"
+    if status.asks_to_retry(error):  # a reason that this version does not know
+        return Fault("later", ConnectionError(text))
     if code in _AGAIN or (code, error.details()) == _LOST_WRITE:
         return Fault("unreachable", ConnectionError(text))
     return Fault("final", ProtocolError(f"the call failed with {text}"))
@@ -66,10 +68,7 @@ def fault_of(error: grpc.RpcError) -> Fault:
 def _kind_of(error: ControlError) -> Literal["later", "register", "final"]:
     if isinstance(error, NotRegisteredError):
         return "register"
-    # A message does not shrink by waiting.
-    if isinstance(error, RetryLaterError) and not isinstance(error, MessageTooLargeError):
-        return "later"
-    return "final"
+    return "later" if isinstance(error, RetryLaterError) else "final"
 
 
 class Patience:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from cosmos_ctrl.core.commands import CommandLog, CompletionReport, Train
-from cosmos_ctrl.core.errors import MalformedError, MessageTooLargeError, NotAllowedError, WindowFullError
+from cosmos_ctrl.core.errors import MalformedError, MessageTooLargeError, NotAllowedError
 from cosmos_ctrl.core.execution import Incarnation
 from cosmos_ctrl.core.groups import Refusal, RolloutRows
 from cosmos_ctrl.core.policy import RunPolicy
@@ -88,7 +88,7 @@ class Admission:
         completions = sum(rows.check_shape() for rows in batch.rollouts)
         limit = self._policy.max_batch_completions
         if completions > limit:
-            raise WindowFullError(what="completions in one batch", limit=limit, found=completions)
+            raise MessageTooLargeError(limit=limit, found=completions, unit="completions")
         largest = self._policy.max_message_bytes // 2
         for rows in batch.rollouts:
             self._check_rows(rows)

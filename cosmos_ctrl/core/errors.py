@@ -240,13 +240,18 @@ class WorkerLimitError(LimitError):
 
 
 @dataclass(kw_only=True, eq=False)
-class MessageTooLargeError(LimitError):
-    """A message is larger than the controller takes."""
+class MessageTooLargeError(ControlError):
+    """A message is larger than the controller takes. It does not shrink by waiting."""
 
     reason: ClassVar[str] = "MESSAGE_TOO_LARGE"
+    limit: int
+    found: int
+    unit: str = "bytes"
+    """Or completions."""
 
     def __str__(self) -> str:
-        return f"a message of {self.found} bytes exceeds the limit of {self.limit}. Split it, or raise server.max_message_bytes."
+        key = "server.max_message_bytes" if self.unit == "bytes" else "workers.max_batch_completions"
+        return f"a message of {self.found} {self.unit} exceeds the limit of {self.limit}. Split it, or raise {key}."
 
 
 # --- checkpoints ---

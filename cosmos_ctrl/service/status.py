@@ -94,16 +94,30 @@ def to_status(error: ControlError) -> grpc.Status:
 
 def from_rpc_error(error: grpc.RpcError) -> ControlError | None:
     """The domain error that a failed call carries; None when the status is the library's own."""
+    info = _info_of(_status_of(error))
+    return None if info is None else _from_info(info)
+
+
+def asks_to_retry(error: grpc.RpcError) -> bool:
+    """Whether the failed call carries an error of ours, known here or not, that passes by waiting."""
+    status = _status_of(error)
+    return _info_of(status) is not None and any(
+        packed.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for packed in status.details
+    )
+
+
+def _status_of(error: grpc.RpcError) -> status_pb2.Status:
     try:
-        status = rpc_status.from_call(error)
+        return rpc_status.from_call(error) or status_pb2.Status()
     except ValueError:  # code or message of the trailer and the call differ: not written by us
-        return None
-    if status is None:
-        return None
+        return status_pb2.Status()
+
+
+def _info_of(status: status_pb2.Status) -> error_details_pb2.ErrorInfo | None:
     for packed in status.details:
         info = error_details_pb2.ErrorInfo()
         if packed.Unpack(info) and info.domain == DOMAIN:
-            return _from_info(info)
+            return info
     return None
 
 

@@ -24,25 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x63osmos_ctrl/v1/checkpoint.proto\x12\x0e\x63osmos_ctrl.v1\"+\n\x0cSamplerState\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05\x63odec\x18\x02 \x01(\t\"\xb9\x02\n\x0eResumeMetadata\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12\x17\n\x0f\x63heckpoint_path\x18\x02 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x03 \x01(\t\x12 \n\x18\x63ompleted_training_steps\x18\x04 \x01(\x04\x12#\n\x1b\x63ompleted_optimizer_updates\x18\x05 \x01(\x04\x12\x1d\n\x15remaining_completions\x18\x06 \x01(\x04\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x35\n\x0esampling_owner\x18\x08 \x01(\x0e\x32\x1d.cosmos_ctrl.v1.SamplingOwner\x12\x33\n\rsampler_state\x18\t \x01(\x0b\x32\x1c.cosmos_ctrl.v1.SamplerState\"\xdc\x01\n\x0cShardReceipt\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12 \n\x18\x63ompleted_training_steps\x18\x04 \x01(\x04\x12#\n\x1b\x63ompleted_optimizer_updates\x18\x05 \x01(\x04\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x18\n\x10\x65xecution_number\x18\x07 \x01(\x04\x12\x14\n\x0c\x65xecution_id\x18\x08 \x01(\t\x12\x15\n\rcheckpoint_id\x18\t \x01(\t\"\xde\x01\n\nCheckpoint\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\t\x12\x18\n\x10\x65xecution_number\x18\x04 \x01(\x04\x12 \n\x18\x63ompleted_training_steps\x18\x05 \x01(\x04\x12#\n\x1b\x63ompleted_optimizer_updates\x18\x06 \x01(\x04\x12\x1c\n\x14parent_checkpoint_id\x18\x07 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x08 \x01(\x04\"\x9c\x01\n\tCandidate\x12\x0c\n\x04path\x18\x01 \x01(\t\x12(\n\x07verdict\x18\x02 \x01(\x0e\x32\x17.cosmos_ctrl.v1.Verdict\x12\x13\n\x0b\x65xplanation\x18\x03 \x01(\t\x12\x33\n\ncheckpoint\x18\x04 \x01(\x0b\x32\x1a.cosmos_ctrl.v1.CheckpointH\x00\x88\x01\x01\x42\r\n\x0b_checkpoint*m\n\rSamplingOwner\x12\x1e\n\x1aSAMPLING_OWNER_UNSPECIFIED\x10\x00\x12\x1a\n\x16SAMPLING_OWNER_SAMPLER\x10\x01\x12 \n\x1cSAMPLING_OWNER_BATCH_SAMPLER\x10\x02*\xbf\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x12\n\x0eVERDICT_CHOSEN\x10\x01\x12\x11\n\rVERDICT_OLDER\x10\x02\x12\x17\n\x13VERDICT_UNCOMMITTED\x10\x03\x12\x13\n\x0fVERDICT_DAMAGED\x10\x04\x12\x18\n\x14VERDICT_INCOMPATIBLE\x10\x05\x12\x16\n\x12VERDICT_UNREADABLE\x10\x06\x12\x14\n\x10VERDICT_DELETING\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x63osmos_ctrl/v1/checkpoint.proto\x12\x0e\x63osmos_ctrl.v1\"3\n\x0cSamplerState\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05\x63odec\x18\x02 \x01(\tJ\x06\x08\xe8\x07\x10\xd0\x0f\"\xc1\x02\n\x0eResumeMetadata\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12\x17\n\x0f\x63heckpoint_path\x18\x02 \x01(\t\x12\x15\n\rcheckpoint_id\x18\x03 \x01(\t\x12 \n\x18\x63ompleted_training_steps\x18\x04 \x01(\x04\x12#\n\x1b\x63ompleted_optimizer_updates\x18\x05 \x01(\x04\x12\x1d\n\x15remaining_completions\x18\x06 \x01(\x04\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x35\n\x0esampling_owner\x18\x08 \x01(\x0e\x32\x1d.cosmos_ctrl.v1.SamplingOwner\x12\x33\n\rsampler_state\x18\t \x01(\x0b\x32\x1c.cosmos_ctrl.v1.SamplerStateJ\x06\x08\xe8\x07\x10\xd0\x0f\"\xe4\x01\n\x0cShardReceipt\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12 \n\x18\x63ompleted_training_steps\x18\x04 \x01(\x04\x12#\n\x1b\x63ompleted_optimizer_updates\x18\x05 \x01(\x04\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x18\n\x10\x65xecution_number\x18\x07 \x01(\x04\x12\x14\n\x0c\x65xecution_id\x18\x08 \x01(\t\x12\x15\n\rcheckpoint_id\x18\t \x01(\tJ\x06\x08\xe8\x07\x10\xd0\x0f\"\xe6\x01\n\nCheckpoint\x12\x15\n\rcheckpoint_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\t\x12\x18\n\x10\x65xecution_number\x18\x04 \x01(\x04\x12 \n\x18\x63ompleted_training_steps\x18\x05 \x01(\x04\x12#\n\x1b\x63ompleted_optimizer_updates\x18\x06 \x01(\x04\x12\x1c\n\x14parent_checkpoint_id\x18\x07 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x08 \x01(\x04J\x06\x08\xe8\x07\x10\xd0\x0f\"\xa4\x01\n\tCandidate\x12\x0c\n\x04path\x18\x01 \x01(\t\x12(\n\x07verdict\x18\x02 \x01(\x0e\x32\x17.cosmos_ctrl.v1.Verdict\x12\x13\n\x0b\x65xplanation\x18\x03 \x01(\t\x12\x33\n\ncheckpoint\x18\x04 \x01(\x0b\x32\x1a.cosmos_ctrl.v1.CheckpointH\x00\x88\x01\x01\x42\r\n\x0b_checkpointJ\x06\x08\xe8\x07\x10\xd0\x0f*u\n\rSamplingOwner\x12\x1e\n\x1aSAMPLING_OWNER_UNSPECIFIED\x10\x00\x12\x1a\n\x16SAMPLING_OWNER_SAMPLER\x10\x01\x12 \n\x1cSAMPLING_OWNER_BATCH_SAMPLER\x10\x02\"\x06\x08\xe8\x07\x10\xcf\x0f*\xc7\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x12\n\x0eVERDICT_CHOSEN\x10\x01\x12\x11\n\rVERDICT_OLDER\x10\x02\x12\x17\n\x13VERDICT_UNCOMMITTED\x10\x03\x12\x13\n\x0fVERDICT_DAMAGED\x10\x04\x12\x18\n\x14VERDICT_INCOMPATIBLE\x10\x05\x12\x16\n\x12VERDICT_UNREADABLE\x10\x06\x12\x14\n\x10VERDICT_DELETING\x10\x07\"\x06\x08\xe8\x07\x10\xcf\x0f\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cosmos_ctrl.v1.checkpoint_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLINGOWNER']._serialized_start=1019
-  _globals['_SAMPLINGOWNER']._serialized_end=1128
-  _globals['_VERDICT']._serialized_start=1131
-  _globals['_VERDICT']._serialized_end=1322
+  _globals['_SAMPLINGOWNER']._serialized_start=1059
+  _globals['_SAMPLINGOWNER']._serialized_end=1176
+  _globals['_VERDICT']._serialized_start=1179
+  _globals['_VERDICT']._serialized_end=1378
   _globals['_SAMPLERSTATE']._serialized_start=51
-  _globals['_SAMPLERSTATE']._serialized_end=94
-  _globals['_RESUMEMETADATA']._serialized_start=97
-  _globals['_RESUMEMETADATA']._serialized_end=410
-  _globals['_SHARDRECEIPT']._serialized_start=413
-  _globals['_SHARDRECEIPT']._serialized_end=633
-  _globals['_CHECKPOINT']._serialized_start=636
-  _globals['_CHECKPOINT']._serialized_end=858
-  _globals['_CANDIDATE']._serialized_start=861
-  _globals['_CANDIDATE']._serialized_end=1017
+  _globals['_SAMPLERSTATE']._serialized_end=102
+  _globals['_RESUMEMETADATA']._serialized_start=105
+  _globals['_RESUMEMETADATA']._serialized_end=426
+  _globals['_SHARDRECEIPT']._serialized_start=429
+  _globals['_SHARDRECEIPT']._serialized_end=657
+  _globals['_CHECKPOINT']._serialized_start=660
+  _globals['_CHECKPOINT']._serialized_end=890
+  _globals['_CANDIDATE']._serialized_start=893
+  _globals['_CANDIDATE']._serialized_end=1057
 # @@protoc_insertion_point(module_scope)

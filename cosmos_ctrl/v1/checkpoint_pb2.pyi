@@ -26,17 +26,17 @@ class _SamplingOwner:
 class _SamplingOwnerEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SamplingOwner.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     SAMPLING_OWNER_UNSPECIFIED: _SamplingOwner.ValueType  # 0
-    """Never sent; a message that carries it is MALFORMED."""
+    """Never sent; refused as MALFORMED."""
     SAMPLING_OWNER_SAMPLER: _SamplingOwner.ValueType  # 1
     """The sampler, one prompt a draw."""
     SAMPLING_OWNER_BATCH_SAMPLER: _SamplingOwner.ValueType  # 2
     """The batch sampler, which owns its nested sampler too."""
 
 class SamplingOwner(_SamplingOwner, metaclass=_SamplingOwnerEnumTypeWrapper):
-    """Which sampler owns the position that a checkpoint records. Only the owner is restored."""
+    """Which sampler owns the position that a checkpoint records. Only the owner is restored. An unknown value is refused as MALFORMED."""
 
 SAMPLING_OWNER_UNSPECIFIED: SamplingOwner.ValueType  # 0
-"""Never sent; a message that carries it is MALFORMED."""
+"""Never sent; refused as MALFORMED."""
 SAMPLING_OWNER_SAMPLER: SamplingOwner.ValueType  # 1
 """The sampler, one prompt a draw."""
 SAMPLING_OWNER_BATCH_SAMPLER: SamplingOwner.ValueType  # 2
@@ -67,7 +67,7 @@ class _VerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """Committed, and retention has begun to delete it: at any moment it may be gone."""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper):
-    """Whether a candidate was chosen, and if not, why."""
+    """Whether a candidate was chosen, and if not, why. One that a client does not know: not chosen."""
 
 VERDICT_UNSPECIFIED: Verdict.ValueType  # 0
 """Never sent."""
@@ -98,7 +98,7 @@ class SamplerState(google.protobuf.message.Message):
     data: builtins.bytes
     """The encoded state; may be empty."""
     codec: builtins.str
-    """How `data` was encoded, for example "json" or "bytes". Never empty."""
+    """How `data` was encoded, for example "json" or "bytes". Never empty; with "json" the data is checked to be JSON."""
     def __init__(
         self,
         *,
@@ -166,7 +166,9 @@ Global___ResumeMetadata: typing_extensions.TypeAlias = ResumeMetadata
 
 @typing.final
 class ShardReceipt(google.protobuf.message.Message):
-    """What a rank reports for one artifact that is durable: written, size checked, and fsynced (or uploaded)."""
+    """What a rank reports for one artifact that is durable: written, size checked, and fsynced with its directory (or uploaded). Fields 4 to 9
+    repeat the SAVE command's and the rank's own: one that differs is ARTIFACT_FOREIGN.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -180,11 +182,11 @@ class ShardReceipt(google.protobuf.message.Message):
     EXECUTION_ID_FIELD_NUMBER: builtins.int
     CHECKPOINT_ID_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Safe relative path inside the checkpoint, "/"-separated."""
+    """Safe relative path inside the checkpoint, "/"-separated, as declared in ConfirmResume."""
     size_bytes: builtins.int
-    """Bytes; never zero."""
+    """Bytes; zero is MALFORMED."""
     digest: builtins.str
-    """"algorithm:hex", for example "sha256:9f86…"."""
+    """"algorithm:hex" over the content: sha256 or blake3, 64 lower-case digits; anything else is MALFORMED."""
     completed_training_steps: builtins.int
     """Training step that the content belongs to."""
     completed_optimizer_updates: builtins.int
@@ -243,7 +245,7 @@ class Checkpoint(google.protobuf.message.Message):
     parent_checkpoint_id: builtins.str
     """Checkpoint it descends from; empty when its execution started fresh."""
     total_bytes: builtins.int
-    """Sum of the artifacts' sizes."""
+    """Sum of the artifacts' sizes, in bytes; zero where that is not known."""
     def __init__(
         self,
         *,

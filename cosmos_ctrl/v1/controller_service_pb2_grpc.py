@@ -26,7 +26,10 @@ if _version_not_supported:
 
 
 class ControllerServiceStub(object):
-    """The controller of one run.
+    """The controller of one run. Every RPC may be sent again after a transport error: it takes effect once.
+
+    A batch, a step or a confirmation that ends the execution leaves its error behind: EXECUTION_ENDED, WRONG_STEP or RESUME_MISMATCH
+    answers every fenced RPC from then on. Before the sampler is restored everything decodable is answered with RESTORING.
     """
 
     def __init__(self, channel):
@@ -108,40 +111,58 @@ class ControllerServiceStub(object):
 
 
 class ControllerServiceServicer(object):
-    """The controller of one run.
+    """The controller of one run. Every RPC may be sent again after a transport error: it takes effect once.
+
+    A batch, a step or a confirmation that ends the execution leaves its error behind: EXECUTION_ENDED, WRONG_STEP or RESUME_MISMATCH
+    answers every fenced RPC from then on. Before the sampler is restored everything decodable is answered with RESTORING.
     """
 
     def GetResumeState(self, request, context):
-        """What this execution resumed from. Not fenced. Retry on UNAVAILABLE.
+        """What this execution resumed from. Not fenced.
+        Retry: RESTORING.
+        Final: MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RegisterWorker(self, request, context):
-        """Opens a session. Fenced if an ID is stated. A newer incarnation of the same place retires the older for good; once
-        the gate is open, a new trainer incarnation ends the execution. Safe to send again.
+        """Opens a session, and ends the incarnation's session before it. Fenced if an ID is stated. A newer incarnation of the same place
+        retires the older for good; once training has begun, a new trainer incarnation ends the execution.
+        Retry: RESTORING, WORKER_LIMIT.
+        Final: STALE_EXECUTION, EXECUTION_ENDED, WRONG_STEP, RESUME_MISMATCH, SUPERSEDED, NOT_ALLOWED, MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmResume(self, request, context):
-        """What this trainer rank restored. Fenced. Safe to send again with the same content. RESUME_MISMATCH is fatal everywhere.
+        """What this trainer rank restored. Fenced, waits. The same content may be sent again, also in a new session; other content is
+        CONFLICTING_RETRY. A rank whose session lapses before all have confirmed confirms again.
+        Retry: RESTORING, NOT_REGISTERED.
+        Final: STALE_EXECUTION, EXECUTION_ENDED, WRONG_STEP, RESUME_MISMATCH, NOT_ALLOWED, CONFLICTING_RETRY, UNSAFE_NAME, MALFORMED,
+        INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeasePrompts(self, request, context):
-        """Groups to generate. Fenced, waits. The same number gets the same answer.
+        """Groups to generate, for rollout workers. Fenced, waits. The same number gets the same answer. A request whose session lapses
+        while it waits is answered with NOT_REGISTERED.
+        Retry: RESTORING, NOT_REGISTERED, SEQUENCE_GAP, WINDOW_FULL.
+        Final: STALE_EXECUTION, EXECUTION_ENDED, WRONG_STEP, RESUME_MISMATCH, NOT_ALLOWED, MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamReports(self, request_iterator, context):
-        """Numbered batches up, cumulative acks down. Fenced, each message.
+        """Numbered batches up, cumulative acks down. Fenced, each message. The stream lives until the client closes it, an error, or the
+        controller's end; what is not acknowledged is then sent again, in another stream or by SubmitReports.
+        Retry: RESTORING, NOT_REGISTERED, SEQUENCE_GAP, WINDOW_FULL.
+        Final: STALE_EXECUTION, EXECUTION_ENDED, WRONG_STEP, RESUME_MISMATCH, NOT_ALLOWED, UNKNOWN_WORK, CONFLICTING_RETRY,
+        MESSAGE_TOO_LARGE, MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,62 +170,84 @@ class ControllerServiceServicer(object):
 
     def SubmitReports(self, request, context):
         """The same batch and ack, one at a time. Fenced. Without a batch: a heartbeat.
+        Retry: RESTORING, NOT_REGISTERED, SEQUENCE_GAP, WINDOW_FULL.
+        Final: STALE_EXECUTION, EXECUTION_ENDED, WRONG_STEP, RESUME_MISMATCH, NOT_ALLOWED, UNKNOWN_WORK, CONFLICTING_RETRY,
+        MESSAGE_TOO_LARGE, MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def NextCommand(self, request, context):
-        """Command n. Fenced, waits. The same number gets the same command on every rank.
+        """Command n, for trainer ranks. Fenced, waits. The same number gets the same command on every rank.
+        Retry: RESTORING, NOT_REGISTERED, AWAITING_AGREEMENT.
+        Final: STALE_EXECUTION, EXECUTION_ENDED, WRONG_STEP, RESUME_MISMATCH, NOT_ALLOWED, UNKNOWN_WORK, MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchPayloads(self, request, context):
-        """Payloads of a command's share. Fenced. Safe to ask again until the step commits.
+        """Payloads of a share of a TRAIN command. Fenced. May be asked again until the step commits, then NOT_ALLOWED; a stream that
+        breaks off is asked for from its beginning.
+        Retry: RESTORING, NOT_REGISTERED.
+        Final: STALE_EXECUTION, EXECUTION_ENDED, WRONG_STEP, RESUME_MISMATCH, NOT_ALLOWED, UNKNOWN_WORK, MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportShards(self, request, context):
-        """Receipts of a SAVE, or that it is abandoned or committed. Fenced. Publication follows from the last one.
+        """Receipts of a SAVE, or that it is abandoned or committed. Fenced. Publication follows from the last rank's, whose call waits for
+        it. The same content may be sent again and gets the present state.
+        Retry: RESTORING, NOT_REGISTERED.
+        Final: STALE_EXECUTION, EXECUTION_ENDED, WRONG_STEP, RESUME_MISMATCH, NOT_ALLOWED, UNKNOWN_WORK, CONFLICTING_RETRY,
+        ARTIFACT_MISSING, ARTIFACT_UNEXPECTED, ARTIFACT_FOREIGN, MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RequestStop(self, request, context):
-        """Finish, save, end. Fenced. Safe to send again; the first reason wins.
+        """Finish, save, end. Fenced; a session is checked if one is stated, and is not kept alive by it. The first reason wins.
+        Retry: RESTORING, NOT_REGISTERED.
+        Final: STALE_EXECUTION, EXECUTION_ENDED, WRONG_STEP, RESUME_MISMATCH, MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """States of the run, until it ends. Not fenced.
+        """States of the run, at most ten a second and at least one a minute, until it has ended: then the stream ends with OK. Not fenced.
+        Retry: RESTORING.
+        Final: MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """Committed checkpoints. Not fenced.
+        """Committed checkpoints. Not fenced. None for legacy.
+        Retry: RESTORING.
+        Final: STORAGE_UNAVAILABLE, MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExplainResume(self, request, context):
-        """Which checkpoint would be chosen, and why each other would not. Not fenced.
+        """Which checkpoint would be chosen, and why each other would not. Not fenced. CHECKPOINT_NOT_FOUND for legacy.
+        Retry: RESTORING.
+        Final: CHECKPOINT_NOT_FOUND, STORAGE_UNAVAILABLE, MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """Workers. Not fenced.
+        """Workers that ever registered, the newest incarnation of each place. Not fenced.
+        Retry: RESTORING.
+        Final: MALFORMED, INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -292,7 +335,10 @@ def add_ControllerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControllerService(object):
-    """The controller of one run.
+    """The controller of one run. Every RPC may be sent again after a transport error: it takes effect once.
+
+    A batch, a step or a confirmation that ends the execution leaves its error behind: EXECUTION_ENDED, WRONG_STEP or RESUME_MISMATCH
+    answers every fenced RPC from then on. Before the sampler is restored everything decodable is answered with RESTORING.
     """
 
     @staticmethod

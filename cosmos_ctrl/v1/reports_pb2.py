@@ -24,41 +24,41 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x63osmos_ctrl/v1/reports.proto\x12\x0e\x63osmos_ctrl.v1\"\x83\x02\n\x0bRolloutRows\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.cosmos_ctrl.v1.Outcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06groups\x18\x03 \x03(\x04\x12\x0e\n\x06leases\x18\x04 \x03(\x04\x12\r\n\x05words\x18\x05 \x03(\r\x12\r\n\x05masks\x18\x06 \x03(\x06\x12\x17\n\x0flowest_versions\x18\x07 \x03(\x04\x12\x18\n\x10highest_versions\x18\x08 \x03(\x04\x12\x0f\n\x07rewards\x18\t \x03(\x01\x12\x15\n\rpayload_codec\x18\n \x01(\t\x12\x10\n\x08payloads\x18\x0b \x03(\x0c\x12\x0f\n\x07handles\x18\x0c \x03(\t\"~\n\x0c\x44isposedRows\x12\x30\n\x0b\x64isposition\x18\x01 \x01(\x0e\x32\x1b.cosmos_ctrl.v1.Disposition\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06groups\x18\x03 \x03(\x04\x12\r\n\x05words\x18\x04 \x03(\r\x12\r\n\x05masks\x18\x05 \x03(\x06\"\x8b\x01\n\x10\x43ompletionReport\x12\x0f\n\x07\x63ommand\x18\x01 \x01(\x04\x12\x1f\n\x17\x63ompleted_training_step\x18\x02 \x01(\x04\x12\x19\n\x11optimizer_updates\x18\x03 \x01(\x04\x12*\n\x04rows\x18\x04 \x03(\x0b\x32\x1c.cosmos_ctrl.v1.DisposedRows\"\x1b\n\tEndReport\x12\x0e\n\x06reason\x18\x01 \x01(\t\"5\n\x12WeightAnnouncement\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06handle\x18\x02 \x01(\t\"%\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\x96\x02\n\x0bReportBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12-\n\x08rollouts\x18\x02 \x03(\x0b\x32\x1b.cosmos_ctrl.v1.RolloutRows\x12\x35\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32 .cosmos_ctrl.v1.CompletionReport\x12+\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x19.cosmos_ctrl.v1.EndReportH\x00\x88\x01\x01\x12\x33\n\x07weights\x18\x05 \x03(\x0b\x32\".cosmos_ctrl.v1.WeightAnnouncement\x12\'\n\x07metrics\x18\x06 \x03(\x0b\x32\x16.cosmos_ctrl.v1.MetricB\x06\n\x04_end\"\x91\x01\n\nRowRefused\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\r\n\x05\x62lock\x18\x02 \x01(\r\x12\x0b\n\x03row\x18\x03 \x01(\r\x12-\n\x06reason\x18\x04 \x01(\x0e\x32\x1d.cosmos_ctrl.v1.RefusalReason\x12\r\n\x05group\x18\x05 \x01(\x04\x12\x0c\n\x04word\x18\x06 \x01(\r\x12\x0c\n\x04mask\x18\x07 \x01(\x06\"=\n\rPayloadsFreed\x12\x0e\n\x06groups\x18\x01 \x03(\x04\x12\r\n\x05words\x18\x02 \x03(\r\x12\r\n\x05masks\x18\x03 \x03(\x06\"!\n\x0fLeasesCancelled\x12\x0e\n\x06leases\x18\x01 \x03(\x04\"\xb5\x01\n\x06Notice\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12-\n\x07refused\x18\x02 \x01(\x0b\x32\x1a.cosmos_ctrl.v1.RowRefusedH\x00\x12.\n\x05\x66reed\x18\x03 \x01(\x0b\x32\x1d.cosmos_ctrl.v1.PayloadsFreedH\x00\x12\x34\n\tcancelled\x18\x04 \x01(\x0b\x32\x1f.cosmos_ctrl.v1.LeasesCancelledH\x00\x42\x06\n\x04kind\"E\n\tReportAck\x12\x0f\n\x07\x61pplied\x18\x01 \x01(\x04\x12\'\n\x07notices\x18\x02 \x03(\x0b\x32\x16.cosmos_ctrl.v1.Notice*z\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTCOME_COMPLETED\x10\x01\x12\x15\n\x11OUTCOME_DISCARDED\x10\x02\x12\x12\n\x0eOUTCOME_FAILED\x10\x03\x12\x14\n\x10OUTCOME_RETURNED\x10\x04*\x96\x01\n\x0b\x44isposition\x12\x1b\n\x17\x44ISPOSITION_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44ISPOSITION_TRAINED\x10\x01\x12\x19\n\x15\x44ISPOSITION_DISCARDED\x10\x02\x12\x18\n\x14\x44ISPOSITION_RETURNED\x10\x03\x12\x1c\n\x18\x44ISPOSITION_PAYLOAD_LOST\x10\x04*\xa9\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19REFUSAL_REASON_LEASE_LOST\x10\x01\x12\x1a\n\x16REFUSAL_REASON_RETIRED\x10\x02\x12#\n\x1fREFUSAL_REASON_ALREADY_REPORTED\x10\x03\x12\x18\n\x14REFUSAL_REASON_ENDED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x63osmos_ctrl/v1/reports.proto\x12\x0e\x63osmos_ctrl.v1\"\x8b\x02\n\x0bRolloutRows\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.cosmos_ctrl.v1.Outcome\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06groups\x18\x03 \x03(\x04\x12\x0e\n\x06leases\x18\x04 \x03(\x04\x12\r\n\x05words\x18\x05 \x03(\r\x12\r\n\x05masks\x18\x06 \x03(\x06\x12\x17\n\x0flowest_versions\x18\x07 \x03(\x04\x12\x18\n\x10highest_versions\x18\x08 \x03(\x04\x12\x0f\n\x07rewards\x18\t \x03(\x01\x12\x15\n\rpayload_codec\x18\n \x01(\t\x12\x10\n\x08payloads\x18\x0b \x03(\x0c\x12\x0f\n\x07handles\x18\x0c \x03(\tJ\x06\x08\xe8\x07\x10\xd0\x0f\"\x86\x01\n\x0c\x44isposedRows\x12\x30\n\x0b\x64isposition\x18\x01 \x01(\x0e\x32\x1b.cosmos_ctrl.v1.Disposition\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06groups\x18\x03 \x03(\x04\x12\r\n\x05words\x18\x04 \x03(\r\x12\r\n\x05masks\x18\x05 \x03(\x06J\x06\x08\xe8\x07\x10\xd0\x0f\"\x93\x01\n\x10\x43ompletionReport\x12\x0f\n\x07\x63ommand\x18\x01 \x01(\x04\x12\x1f\n\x17\x63ompleted_training_step\x18\x02 \x01(\x04\x12\x19\n\x11optimizer_updates\x18\x03 \x01(\x04\x12*\n\x04rows\x18\x04 \x03(\x0b\x32\x1c.cosmos_ctrl.v1.DisposedRowsJ\x06\x08\xe8\x07\x10\xd0\x0f\"#\n\tEndReport\x12\x0e\n\x06reason\x18\x01 \x01(\tJ\x06\x08\xe8\x07\x10\xd0\x0f\"=\n\x12WeightAnnouncement\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06handle\x18\x02 \x01(\tJ\x06\x08\xe8\x07\x10\xd0\x0f\"-\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01J\x06\x08\xe8\x07\x10\xd0\x0f\"\x9e\x02\n\x0bReportBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12-\n\x08rollouts\x18\x02 \x03(\x0b\x32\x1b.cosmos_ctrl.v1.RolloutRows\x12\x35\n\x0b\x63ompletions\x18\x03 \x03(\x0b\x32 .cosmos_ctrl.v1.CompletionReport\x12+\n\x03\x65nd\x18\x04 \x01(\x0b\x32\x19.cosmos_ctrl.v1.EndReportH\x00\x88\x01\x01\x12\x33\n\x07weights\x18\x05 \x03(\x0b\x32\".cosmos_ctrl.v1.WeightAnnouncement\x12\'\n\x07metrics\x18\x06 \x03(\x0b\x32\x16.cosmos_ctrl.v1.MetricB\x06\n\x04_endJ\x06\x08\xe8\x07\x10\xd0\x0f\"\x99\x01\n\nRowRefused\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\r\n\x05\x62lock\x18\x02 \x01(\r\x12\x0b\n\x03row\x18\x03 \x01(\r\x12-\n\x06reason\x18\x04 \x01(\x0e\x32\x1d.cosmos_ctrl.v1.RefusalReason\x12\r\n\x05group\x18\x05 \x01(\x04\x12\x0c\n\x04word\x18\x06 \x01(\r\x12\x0c\n\x04mask\x18\x07 \x01(\x06J\x06\x08\xe8\x07\x10\xd0\x0f\"E\n\rPayloadsFreed\x12\x0e\n\x06groups\x18\x01 \x03(\x04\x12\r\n\x05words\x18\x02 \x03(\r\x12\r\n\x05masks\x18\x03 \x03(\x06J\x06\x08\xe8\x07\x10\xd0\x0f\")\n\x0fLeasesCancelled\x12\x0e\n\x06leases\x18\x01 \x03(\x04J\x06\x08\xe8\x07\x10\xd0\x0f\"\xbd\x01\n\x06Notice\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12-\n\x07refused\x18\x02 \x01(\x0b\x32\x1a.cosmos_ctrl.v1.RowRefusedH\x00\x12.\n\x05\x66reed\x18\x03 \x01(\x0b\x32\x1d.cosmos_ctrl.v1.PayloadsFreedH\x00\x12\x34\n\tcancelled\x18\x04 \x01(\x0b\x32\x1f.cosmos_ctrl.v1.LeasesCancelledH\x00\x42\x06\n\x04kindJ\x06\x08\xe8\x07\x10\xd0\x0f\"M\n\tReportAck\x12\x0f\n\x07\x61pplied\x18\x01 \x01(\x04\x12\'\n\x07notices\x18\x02 \x03(\x0b\x32\x16.cosmos_ctrl.v1.NoticeJ\x06\x08\xe8\x07\x10\xd0\x0f*\x82\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11OUTCOME_COMPLETED\x10\x01\x12\x15\n\x11OUTCOME_DISCARDED\x10\x02\x12\x12\n\x0eOUTCOME_FAILED\x10\x03\x12\x14\n\x10OUTCOME_RETURNED\x10\x04\"\x06\x08\xe8\x07\x10\xcf\x0f*\x9e\x01\n\x0b\x44isposition\x12\x1b\n\x17\x44ISPOSITION_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44ISPOSITION_TRAINED\x10\x01\x12\x19\n\x15\x44ISPOSITION_DISCARDED\x10\x02\x12\x18\n\x14\x44ISPOSITION_RETURNED\x10\x03\x12\x1c\n\x18\x44ISPOSITION_PAYLOAD_LOST\x10\x04\"\x06\x08\xe8\x07\x10\xcf\x0f*\xb1\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19REFUSAL_REASON_LEASE_LOST\x10\x01\x12\x1a\n\x16REFUSAL_REASON_RETIRED\x10\x02\x12#\n\x1fREFUSAL_REASON_ALREADY_REPORTED\x10\x03\x12\x18\n\x14REFUSAL_REASON_ENDED\x10\x04\"\x06\x08\xe8\x07\x10\xcf\x0f\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cosmos_ctrl.v1.reports_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTCOME']._serialized_start=1485
-  _globals['_OUTCOME']._serialized_end=1607
-  _globals['_DISPOSITION']._serialized_start=1610
-  _globals['_DISPOSITION']._serialized_end=1760
-  _globals['_REFUSALREASON']._serialized_start=1763
-  _globals['_REFUSALREASON']._serialized_end=1932
+  _globals['_OUTCOME']._serialized_start=1583
+  _globals['_OUTCOME']._serialized_end=1713
+  _globals['_DISPOSITION']._serialized_start=1716
+  _globals['_DISPOSITION']._serialized_end=1874
+  _globals['_REFUSALREASON']._serialized_start=1877
+  _globals['_REFUSALREASON']._serialized_end=2054
   _globals['_ROLLOUTROWS']._serialized_start=49
-  _globals['_ROLLOUTROWS']._serialized_end=308
-  _globals['_DISPOSEDROWS']._serialized_start=310
-  _globals['_DISPOSEDROWS']._serialized_end=436
-  _globals['_COMPLETIONREPORT']._serialized_start=439
-  _globals['_COMPLETIONREPORT']._serialized_end=578
-  _globals['_ENDREPORT']._serialized_start=580
-  _globals['_ENDREPORT']._serialized_end=607
-  _globals['_WEIGHTANNOUNCEMENT']._serialized_start=609
-  _globals['_WEIGHTANNOUNCEMENT']._serialized_end=662
-  _globals['_METRIC']._serialized_start=664
-  _globals['_METRIC']._serialized_end=701
-  _globals['_REPORTBATCH']._serialized_start=704
-  _globals['_REPORTBATCH']._serialized_end=982
-  _globals['_ROWREFUSED']._serialized_start=985
-  _globals['_ROWREFUSED']._serialized_end=1130
-  _globals['_PAYLOADSFREED']._serialized_start=1132
-  _globals['_PAYLOADSFREED']._serialized_end=1193
-  _globals['_LEASESCANCELLED']._serialized_start=1195
-  _globals['_LEASESCANCELLED']._serialized_end=1228
-  _globals['_NOTICE']._serialized_start=1231
-  _globals['_NOTICE']._serialized_end=1412
-  _globals['_REPORTACK']._serialized_start=1414
-  _globals['_REPORTACK']._serialized_end=1483
+  _globals['_ROLLOUTROWS']._serialized_end=316
+  _globals['_DISPOSEDROWS']._serialized_start=319
+  _globals['_DISPOSEDROWS']._serialized_end=453
+  _globals['_COMPLETIONREPORT']._serialized_start=456
+  _globals['_COMPLETIONREPORT']._serialized_end=603
+  _globals['_ENDREPORT']._serialized_start=605
+  _globals['_ENDREPORT']._serialized_end=640
+  _globals['_WEIGHTANNOUNCEMENT']._serialized_start=642
+  _globals['_WEIGHTANNOUNCEMENT']._serialized_end=703
+  _globals['_METRIC']._serialized_start=705
+  _globals['_METRIC']._serialized_end=750
+  _globals['_REPORTBATCH']._serialized_start=753
+  _globals['_REPORTBATCH']._serialized_end=1039
+  _globals['_ROWREFUSED']._serialized_start=1042
+  _globals['_ROWREFUSED']._serialized_end=1195
+  _globals['_PAYLOADSFREED']._serialized_start=1197
+  _globals['_PAYLOADSFREED']._serialized_end=1266
+  _globals['_LEASESCANCELLED']._serialized_start=1268
+  _globals['_LEASESCANCELLED']._serialized_end=1309
+  _globals['_NOTICE']._serialized_start=1312
+  _globals['_NOTICE']._serialized_end=1501
+  _globals['_REPORTACK']._serialized_start=1503
+  _globals['_REPORTACK']._serialized_end=1580
 # @@protoc_insertion_point(module_scope)

@@ -42,7 +42,7 @@ class _OutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """Handed back unfinished, by a preempted or scaled-down worker. Leased again at once; counts toward nothing."""
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
-    """What became of leased completions."""
+    """What became of leased completions. An unknown value is refused: the whole batch is MALFORMED."""
 
 OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
 """Refused: the whole batch is MALFORMED."""
@@ -74,7 +74,7 @@ class _DispositionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """Its payload could not be had; generated again."""
 
 class Disposition(_Disposition, metaclass=_DispositionEnumTypeWrapper):
-    """What a trainer did with completions of a command."""
+    """What a trainer did with completions of a command. An unknown value is refused: the whole batch is MALFORMED."""
 
 DISPOSITION_UNSPECIFIED: Disposition.ValueType  # 0
 """Refused: the whole batch is MALFORMED."""
@@ -108,7 +108,7 @@ class _RefusalReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """The worker's replica has ended."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
-    """Why one row was not applied although its batch was."""
+    """Why one row was not applied although its batch was. A reason that a client does not know is treated as LEASE_LOST."""
 
 REFUSAL_REASON_UNSPECIFIED: RefusalReason.ValueType  # 0
 """Never sent."""
@@ -147,7 +147,7 @@ class RolloutRows(google.protobuf.message.Message):
     outcome: Global___Outcome.ValueType
     """What became of every completion in these rows."""
     reason: builtins.str
-    """Why, for DISCARDED and FAILED; a short stable token such as "too_long". Empty otherwise."""
+    """Why, for DISCARDED and FAILED; a short stable token such as "too_long". Empty otherwise. The other way round is MALFORMED."""
     payload_codec: builtins.str
     """Codec of `payloads`, opaque to the controller. Empty where there are none."""
     @property
@@ -156,7 +156,9 @@ class RolloutRows(google.protobuf.message.Message):
 
     @property
     def leases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Lease number of each row. A number that is no longer the group's refuses the row with LEASE_LOST."""
+        """Lease number of each row. A number that is no longer the group's refuses the row with LEASE_LOST; one that was never given is
+        UNKNOWN_WORK.
+        """
 
     @property
     def words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -164,15 +166,17 @@ class RolloutRows(google.protobuf.message.Message):
 
     @property
     def masks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Completions of each row: bit b is completion 64 × word + b. Never zero."""
+        """Completions of each row: bit b is completion 64 × word + b. Zero is MALFORMED, a bit beyond the group UNKNOWN_WORK."""
 
     @property
     def lowest_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """COMPLETED only: lowest weight version that any token of the row was sampled with. Anything in a run that announces none."""
+        """COMPLETED only, one per row: lowest weight version (completed training steps) that any token of the row was sampled with. Anything in a
+        run that announces none; otherwise not below the restored step, or MALFORMED.
+        """
 
     @property
     def highest_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """COMPLETED only: highest weight version; at least the lowest."""
+        """COMPLETED only, one per row: highest weight version; at least the lowest, and not above the newest step that was given."""
 
     @property
     def rewards(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
@@ -181,12 +185,14 @@ class RolloutRows(google.protobuf.message.Message):
     @property
     def payloads(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """COMPLETED only: one inline payload per set bit in the order of `rewards`, or none at all. Each at most half of the limit of a
-        message: it goes out again with its prompt.
+        message (it goes out again with its prompt), else MESSAGE_TOO_LARGE.
         """
 
     @property
     def handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """COMPLETED only, instead of `payloads`: one handle per set bit to where the producer keeps it."""
+        """COMPLETED only, instead of `payloads`: one handle per set bit to where the producer keeps it, until PayloadsFreed or the producer's
+        own end. Both kinds in one block are MALFORMED.
+        """
 
     def __init__(
         self,
@@ -222,18 +228,18 @@ class DisposedRows(google.protobuf.message.Message):
     disposition: Global___Disposition.ValueType
     """What the trainer did with them."""
     reason: builtins.str
-    """Why, for DISCARDED. Empty otherwise."""
+    """Why, for DISCARDED; a short stable token. Empty otherwise."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Group of each row."""
 
     @property
     def words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Word of each row; empty means 0 for every row."""
+        """Word of each row, at most 65,535; empty means 0 for every row."""
 
     @property
     def masks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Completions of each row. Never zero."""
+        """Completions of each row: bit b is completion 64 × word + b. Never zero."""
 
     def __init__(
         self,
@@ -250,7 +256,9 @@ Global___DisposedRows: typing_extensions.TypeAlias = DisposedRows
 
 @typing.final
 class CompletionReport(google.protobuf.message.Message):
-    """A TRAIN command is complete on this rank. The step commits when every required rank has said so."""
+    """A TRAIN command is complete on this rank. The step commits when every required rank has said so. The same report may be sent again, in
+    another batch too; other content is CONFLICTING_RETRY.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -259,15 +267,15 @@ class CompletionReport(google.protobuf.message.Message):
     OPTIMIZER_UPDATES_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     command: builtins.int
-    """Number of the TRAIN command."""
+    """Number of the TRAIN command. One that was never given is WRONG_STEP; twice in one batch is MALFORMED."""
     completed_training_step: builtins.int
     """Its training step. Another step than the command's is WRONG_STEP."""
     optimizer_updates: builtins.int
     """Optimizer updates done by this command on this rank; may be zero. Equal on all ranks of all trainer groups."""
     @property
     def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DisposedRows]:
-        """Said by the leader (rank 0 of the run's first trainer group) for all ranks, naming every completion of the
-        command exactly once. Empty from every other rank.
+        """Said by the leader (rank 0 of the run's first trainer group; RegisterWorkerResponse.leader) for all ranks, naming every completion of
+        the command exactly once. Empty from every other rank. Anything else is MALFORMED.
         """
 
     def __init__(
@@ -285,14 +293,14 @@ Global___CompletionReport: typing_extensions.TypeAlias = CompletionReport
 @typing.final
 class EndReport(google.protobuf.message.Message):
     """A reporting rank of a replica has ended. The replica has ended when all its reporting ranks have. Later results of an
-    ended replica are refused by row.
+    ended replica are refused by row. What is leased to it is leased again. A trainer rank that ends before the run does ends the execution.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REASON_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """Why, in words."""
+    """Why, in words; may be empty."""
     def __init__(
         self,
         *,
@@ -304,7 +312,7 @@ Global___EndReport: typing_extensions.TypeAlias = EndReport
 
 @typing.final
 class WeightAnnouncement(google.protobuf.message.Message):
-    """New weights exist. Said by the leader; others may repeat it."""
+    """New weights exist. Said by the leader; what another trainer rank says changes nothing."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -313,7 +321,7 @@ class WeightAnnouncement(google.protobuf.message.Message):
     version: builtins.int
     """Completed training steps that the weights contain."""
     handle: builtins.str
-    """Where rollout workers find them; opaque to the controller."""
+    """Where rollout workers find them; opaque to the controller. May be empty."""
     def __init__(
         self,
         *,
@@ -326,14 +334,14 @@ Global___WeightAnnouncement: typing_extensions.TypeAlias = WeightAnnouncement
 
 @typing.final
 class Metric(google.protobuf.message.Message):
-    """A number for operators: the last value of each name is shown with the worker. A 65th name is ignored."""
+    """A number for operators: the last value of each name is shown with the worker. The 65th name of a worker, and more, are ignored."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Name with its unit, such as "tokens_per_second". At most 128 characters."""
+    """Name with its unit, such as "tokens_per_second". At most 128 characters, else MALFORMED."""
     value: builtins.float
     """Last value."""
     def __init__(
@@ -348,7 +356,9 @@ Global___Metric: typing_extensions.TypeAlias = Metric
 
 @typing.final
 class ReportBatch(google.protobuf.message.Message):
-    """One numbered batch."""
+    """One numbered batch. It is applied kind by kind: rollouts, completions, weights, metrics, end; what must come in another order takes two
+    batches. The same number is sent again with the same bytes. It has at most Limits.max_batch_completions completions.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -362,19 +372,19 @@ class ReportBatch(google.protobuf.message.Message):
     """1 for the incarnation's first batch, then without gaps. Zero is MALFORMED."""
     @property
     def rollouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RolloutRows]:
-        """Applied in order."""
+        """Rollout workers only, else NOT_ALLOWED. Applied in order."""
 
     @property
     def completions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CompletionReport]:
-        """Trainers only."""
+        """Trainers only, else NOT_ALLOWED."""
 
     @property
     def end(self) -> Global___EndReport:
-        """At most one."""
+        """Absent: the worker goes on."""
 
     @property
     def weights(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WeightAnnouncement]:
-        """Trainers only. An older version than the newest changes nothing; one of a step that was never given is MALFORMED."""
+        """Trainers only, else NOT_ALLOWED. An older version than the newest changes nothing; one of a step that was never given is MALFORMED."""
 
     @property
     def metrics(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Metric]:
@@ -412,9 +422,9 @@ class RowRefused(google.protobuf.message.Message):
     batch: builtins.int
     """Batch number."""
     block: builtins.int
-    """Index into the batch's `rollouts`."""
+    """Index into the batch's `rollouts`, from 0."""
     row: builtins.int
-    """Index of the row."""
+    """Index of the row in that block, from 0."""
     reason: Global___RefusalReason.ValueType
     """Why."""
     group: builtins.int
@@ -492,7 +502,7 @@ Global___LeasesCancelled: typing_extensions.TypeAlias = LeasesCancelled
 
 @typing.final
 class Notice(google.protobuf.message.Message):
-    """Something the controller tells one incarnation, sent with acks until confirmed."""
+    """Something the controller tells one incarnation, sent with every ack until confirmed by `notices_through`; handled once."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -537,10 +547,12 @@ class ReportAck(google.protobuf.message.Message):
     APPLIED_FIELD_NUMBER: builtins.int
     NOTICES_FIELD_NUMBER: builtins.int
     applied: builtins.int
-    """Highest batch number applied; cumulative. Everything up to it may be forgotten by the client."""
+    """Highest batch number applied; cumulative, 0 before the first. Everything up to it may be forgotten by the client."""
     @property
     def notices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Notice]:
-        """The oldest notices that the client has not confirmed, in order: as many as fit. The others follow once these are confirmed."""
+        """The oldest notices that the client has not confirmed, in order: as many as fit, at most 1,024 and half a message. The
+        others follow once these are confirmed.
+        """
 
     def __init__(
         self,

@@ -451,7 +451,7 @@ def test_g10_batches_and_metrics_have_limits() -> None:
     house.open_gate()
     worker = house.rollout()
     leases = worker.lease(2)
-    with pytest.raises(WindowFullError):
+    with pytest.raises(MessageTooLargeError):
         worker.complete(*leases)
     worker.submit(metrics=tuple((f"m{i}", 1.0) for i in range(65)))
     core = house.controller

@@ -12,6 +12,7 @@ from cosmos_ctrl.core.errors import (
     AwaitingAgreementError,
     ConflictingRetryError,
     MalformedError,
+    MessageTooLargeError,
     NotAllowedError,
     NotRegisteredError,
     ResumeMetadataMismatch,
@@ -243,8 +244,8 @@ async def test_a_batch_of_too_many_completions_is_refused_whole(houses):
     groups = (await rollout.lease(2)).groups
     before = house.snapshot()
     error = await refusal(rollout.submit(completed(groups)))
-    assert isinstance(error, WindowFullError)
-    assert (error.limit, error.found) == (3, 4)
+    assert isinstance(error, MessageTooLargeError)
+    assert (error.limit, error.found, error.unit) == (3, 4, "completions")
     assert house.snapshot() == before
 
 
