@@ -1,4 +1,4 @@
-# One command each for people and CI: run, demo, test, bench, chaos, lint, typecheck, generate.
+# One command each for people and CI: run, demo, test, bench, chaos, lint, typecheck, generate, freeze.
 #
 #   TORCH_INDEX=URL   take torch from that package index (PyTorch's CPU wheels, say) instead of pip's default one
 #   PYTHON=python3.12 create the environment with that interpreter (3.10 or newer)
@@ -11,7 +11,7 @@ ARGS ?=
 
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run demo test bench chaos lint typecheck generate clean
+.PHONY: run demo test bench chaos lint typecheck generate freeze clean
 
 run: $(VENV)/.run
 	$(VENV)/bin/cosmos-ctrl run $(ARGS)
@@ -34,13 +34,19 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/buf lint
+	$(VENV)/bin/python tools/frozen.py check
 	$(VENV)/bin/lint-imports
 
 typecheck: $(VENV)/.test
 	$(VENV)/bin/mypy
 
-generate: $(STUBS_VENV)/.ready
+generate: $(STUBS_VENV)/.ready $(VENV)/.test
 	$(STUBS_VENV)/bin/python tools/generate.py .
+	$(VENV)/bin/python tools/reference.py docs/reference
+
+# The wire contract of this version, as its clients will hold us to it. Part of a release; what is frozen is not written again.
+freeze: $(VENV)/.test
+	$(VENV)/bin/python tools/frozen.py add
 
 clean:
 	rm -rf $(VENV) $(STUBS_VENV)

@@ -2,6 +2,7 @@
 
 * The core's clock is turned by hand and ticks when a test says so; calls wait on events and deadlines, never on sleeps.
 * `House.snapshot` is everything that a refused request must leave as it was.
+* Whatever a test provokes: an RPC is refused only with what its comment in the proto says.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 import pytest
+from documented import Ear, documented
 from google.protobuf import duration_pb2
 
 from cosmos_ctrl.checkpoints.claims import claim_execution
@@ -169,7 +171,8 @@ class House:
     async def open(self) -> None:
         if self._attach:
             self.servicer.attach(self.runtime)
-        self.server = grpc.aio.server(interceptors=[Guard(SERVICE)], options=[("grpc.so_reuseport", 0)])
+        self.ear = Ear()
+        self.server = grpc.aio.server(interceptors=[self.ear, Guard(SERVICE)], options=[("grpc.so_reuseport", 0)])
         add_ControllerServiceServicer_to_server(self.servicer, self.server)
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         await self.server.start()
@@ -180,6 +183,8 @@ class House:
         await self.channel.close()
         await self.server.stop(None)
         await soon(self.runtime.finish_effects())
+        undocumented = {(rpc, reason) for rpc, reason in self.ear.heard if reason not in documented()[rpc]}
+        assert not undocumented, "the comments of these RPCs do not say that they may answer so"
 
     # -- what tests turn and read
 
