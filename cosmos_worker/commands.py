@@ -17,6 +17,7 @@ from cosmos_worker.errors import ProtocolError, UsageError
 from cosmos_worker.payloads import Handle, decode_payload
 from cosmos_worker.report_items import WORD_BITS, words_of
 from cosmos_worker.resuming import metadata_of
+from cosmos_worker.transport import name_of
 
 DEFAULT_REASON = "rejected"
 
@@ -124,7 +125,7 @@ class EndReason:
     """Why the execution ended."""
 
     name: str
-    """BUDGET_EXHAUSTED, STEP_LIMIT, STOP_REQUESTED or FAILURE."""
+    """BUDGET_EXHAUSTED, STEP_LIMIT, STOP_REQUESTED or FAILURE; UNKNOWN_n of a newer controller, whose end is as it should be."""
     message: str
     completed_training_steps: int
 
@@ -135,9 +136,7 @@ class EndReason:
     @classmethod
     def of(cls, end: pb.EndCommand) -> EndReason:
         """The message as a value."""
-        known = end.reason in pb.EndReason.values()
-        name = pb.EndReason.Name(end.reason) if known else f"END_REASON_{end.reason}"
-        return cls(name.removeprefix("END_REASON_"), end.message, end.completed_training_steps)
+        return cls(name_of(pb.EndReason, end.reason), end.message, end.completed_training_steps)
 
 
 def work_of(

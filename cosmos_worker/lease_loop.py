@@ -21,7 +21,7 @@ from cosmos_worker.client import Connection
 from cosmos_worker.errors import DeadlineError
 from cosmos_worker.lease_book import LeaseBook
 from cosmos_worker.report_items import WORD_BITS, EndItem, RolloutItem, bits_of
-from cosmos_worker.transport import duration_of, set_within
+from cosmos_worker.transport import duration_of, name_of, set_within
 from cosmos_worker.window import Heard
 
 _log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Leasing:
             _log.info(
                 "group %d: report refused with %s",
                 refused.group,
-                reports_pb2.RefusalReason.Name(refused.reason),
+                name_of(reports_pb2.RefusalReason, refused.reason),
             )
             if heard.lease and refused.reason != reports_pb2.REFUSAL_REASON_ALREADY_REPORTED:
                 self.book.cancel([heard.lease])

@@ -33,6 +33,7 @@ from cosmos_worker.errors import DeadlineError, UsageError
 from cosmos_worker.shard_places import ShardFile, shards_in
 from cosmos_worker.shards import SystemCalls
 from cosmos_worker.stamps import Stamp
+from cosmos_worker.transport import name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,7 +90,7 @@ class Save:
         self.rank_directory = self.directory / place.prefix if self.directory else None
         """This rank's own folder in it."""
         self.state = ""
-        """Once it is over on this rank: PENDING, PUBLISHING, COMMITTED or ABANDONED; empty before."""
+        """Once it is over on this rank: PENDING, PUBLISHING, COMMITTED or ABANDONED (or UNKNOWN_n, of a newer controller); empty before."""
         self.manifest_digest = ""
         """Once it is over and was committed: ``algorithm:hex``."""
         self.stamp = Stamp(
@@ -233,7 +234,7 @@ class Save:
             request.receipts.CopyFrom(pb.ShardReceipts(receipts=receipts, application_note=self._note))
         response = self._report(request)
         self.manifest_digest = response.manifest_digest
-        self.state = pb.SaveState.Name(response.state).removeprefix("SAVE_STATE_")
+        self.state = name_of(pb.SaveState, response.state)
         if response.state == pb.SAVE_STATE_ABANDONED:
             _log.warning("checkpoint %s was abandoned by another rank", self.command.checkpoint_id)
 

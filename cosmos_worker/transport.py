@@ -10,13 +10,16 @@ import asyncio
 import os
 import socket
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf import duration_pb2
 
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_worker.settings import ClientConfig, Endpoint, WorkerPlace
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.enum_type_wrapper import _EnumTypeWrapper
 
 _ROLES = {"trainer": pb.ROLE_TRAINER, "rollout": pb.ROLE_ROLLOUT}
 
@@ -55,6 +58,13 @@ def registration(place: WorkerPlace, execution_id: str, incarnation: str) -> pb.
         host=socket.gethostname(),
         pid=os.getpid(),
     )
+
+
+def name_of(enum: _EnumTypeWrapper[Any], value: int) -> str:
+    """The name of an enum's value without the enum's own; a value that only a newer controller knows is ``UNKNOWN_7``, say."""
+    if value not in enum.values():
+        return f"UNKNOWN_{value}"
+    return enum.Name(value).removeprefix(enum.Name(0).removesuffix("UNSPECIFIED"))
 
 
 def duration_of(seconds: float) -> duration_pb2.Duration:

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
+from cosmos_worker.transport import name_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,7 +93,7 @@ def _table(state: pb.RunState | None, workers: list[pb.Worker], processes: list[
     if state is None:
         table.add_row("starting …")
     else:
-        phase = pb.Phase.Name(state.phase).removeprefix("PHASE_").lower().replace("_", " ")
+        phase = name_of(pb.Phase, state.phase).lower().replace("_", " ")
         reward = f"{state.mean_reward:.3f}" if state.HasField("mean_reward") else "–"
         checkpoint = f"step {state.checkpoint.completed_training_steps}" if state.HasField("checkpoint") else "none yet"
         rows = (
