@@ -290,7 +290,7 @@ class _EndReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     END_REASON_STOP_REQUESTED: _EndReason.ValueType  # 3
     """Somebody asked for it: RequestStop or a signal."""
     END_REASON_FAILURE: _EndReason.ValueType  # 4
-    """An error; the message says which. Nothing is published."""
+    """An error; the message says which. Nothing is published. Only GetResumeState and WatchRun say so: a fenced call is refused instead."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """Why an execution ends. A reason that a client does not know is an end as it should be: only FAILURE is an error."""
@@ -304,7 +304,7 @@ END_REASON_STEP_LIMIT: EndReason.ValueType  # 2
 END_REASON_STOP_REQUESTED: EndReason.ValueType  # 3
 """Somebody asked for it: RequestStop or a signal."""
 END_REASON_FAILURE: EndReason.ValueType  # 4
-"""An error; the message says which. Nothing is published."""
+"""An error; the message says which. Nothing is published. Only GetResumeState and WatchRun say so: a fenced call is refused instead."""
 Global___EndReason: typing_extensions.TypeAlias = EndReason
 
 class _Role:
@@ -710,7 +710,9 @@ class ConfirmResumeRequest(google.protobuf.message.Message):
 
     @property
     def metadata(self) -> cosmos_ctrl.v1.checkpoint_pb2.ResumeMetadata:
-        """Loaded this checkpoint."""
+        """Loaded this checkpoint: the metadata found in what was loaded (its manifest), not a copy of GetResumeState's answer, which it must
+        equal in every field.
+        """
 
     @property
     def fresh(self) -> Global___FreshStart:
@@ -1401,7 +1403,7 @@ class ShardReceipts(google.protobuf.message.Message):
     @property
     def receipts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[cosmos_ctrl.v1.checkpoint_pb2.ShardReceipt]:
         """Exactly the artifacts that the rank declared when it confirmed, once each; none in a run whose application owns its checkpoints, which
-        says that this rank is through.
+        says that this rank is through. A rank that declared none sends none, and publication waits for it all the same.
         """
 
     def __init__(
@@ -1533,7 +1535,7 @@ class RequestStopRequest(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     DEADLINE_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """In words, for the log and the checkpoint's lineage."""
+    """In words, for the log, and for the message of END."""
     @property
     def worker(self) -> Global___WorkerIdentity:
         """Fenced; the session may be empty (an operator)."""
