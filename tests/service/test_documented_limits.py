@@ -1,4 +1,4 @@
-"""Every number in the protos' comments, and in the page on the protocol, is the code's own."""
+"""Every number in the protos' comments, and in the page on the protocol, is the code's own; and what may be absent says when."""
 
 from __future__ import annotations
 
@@ -73,3 +73,23 @@ def test_a_number_of_the_contract_is_the_codes_own(texts, where, words, number):
     said = f"{int(number):,}"
     spelled = {words.format(*[text] * words.count("{}")) for text in (said, said.replace(",", ""))}
     assert any(each in texts[where] for each in spelled), f"the code says {said}"
+
+
+def test_every_message_that_may_be_absent_says_when():
+    silent = []
+    for file in descriptors().file:
+        if file.package != "cosmos_ctrl.v1":
+            continue
+        comments = Comments(file)
+        fields = [
+            (message.name, field, comments[(4, n, 2, m)])
+            for n, message in enumerate(file.message_type)
+            for m, field in enumerate(message.field)
+        ]
+        for message, field, comment in fields:
+            of_a_oneof = field.HasField("oneof_index") and not field.proto3_optional
+            single = field.type == field.TYPE_MESSAGE and field.label != field.LABEL_REPEATED and not of_a_oneof
+            if (field.proto3_optional or single) and field.name not in ("header", "worker"):
+                says = re.search("[Aa]bsent|[Aa]lways present", comment)
+                silent += [] if says else [f"{message}.{field.name}"]
+    assert not silent
