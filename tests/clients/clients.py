@@ -99,11 +99,13 @@ CLIENTS = (
             "make golang-go golang-google-grpc-dev golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev "
             "protobuf-compiler protoc-gen-go protoc-gen-go-grpc"
         ),
+        lint=("make", "--silent", "lint"),
     ),
     Client(
         language="java",
         build=("make", "--silent"),
-        run=("java", "-jar", "build/worker.jar"),
+        # The two flags save a third of the start, which is most of what a worker of the suite does.
+        run=("java", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-jar", "build/worker.jar"),
         tools=("make", "javac", "jar", "java", "protoc", "grpc_java_plugin"),
         install=(
             "make default-jdk-headless libgrpc-java libprotobuf-java libnetty-java libguava-java libgoogle-gson-java "

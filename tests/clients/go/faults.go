@@ -43,7 +43,7 @@ type faultKind int
 const (
 	final       faultKind = iota // ends the process
 	unreachable                  // no answer: send the same again
-	later                        // an answer: wait, then send the same again
+	later                        // an answer with RetryInfo: wait that long at least, then send the same again
 	lapsed                       // the session is gone: register, then send the same again
 	gap                          // batches are missing: send again from the one that is expected
 )
@@ -62,11 +62,14 @@ func faultOf(err error) fault {
 		return fault{over: known}
 	}
 	s := status.Convert(err)
-	info, delay := details(s)
+	info, retry := details(s)
 	if info == nil {
 		return libraryFault(s)
 	}
-	f := fault{over: failed("%s: %s", info.Reason, s.Message()), delay: delay}
+	f := fault{over: failed("%s: %s", info.Reason, s.Message())}
+	if retry != nil { // also a reason that this client does not know
+		f.kind, f.delay = later, retry.RetryDelay.AsDuration()
+	}
 	switch pb.ErrorReason(pb.ErrorReason_value["ERROR_REASON_"+info.Reason]) {
 	case pb.ErrorReason_ERROR_REASON_STALE_EXECUTION, pb.ErrorReason_ERROR_REASON_SUPERSEDED:
 		f.over.code = exitStale
@@ -79,13 +82,6 @@ func faultOf(err error) fault {
 	case pb.ErrorReason_ERROR_REASON_SEQUENCE_GAP:
 		if expected, err := strconv.ParseUint(info.Metadata["expected"], 10, 64); err == nil && expected > 0 {
 			f.kind, f.expected = gap, expected
-		}
-	case pb.ErrorReason_ERROR_REASON_MESSAGE_TOO_LARGE:
-		// A message does not shrink by waiting.
-	default:
-		// By code, so that a reason of a newer controller is waited for as well.
-		if s.Code() == codes.Unavailable || s.Code() == codes.ResourceExhausted {
-			f.kind = later
 		}
 	}
 	return f
@@ -100,7 +96,7 @@ func libraryFault(s *status.Status) fault {
 	return f
 }
 
-func details(s *status.Status) (info *errdetails.ErrorInfo, delay time.Duration) {
+func details(s *status.Status) (info *errdetails.ErrorInfo, retry *errdetails.RetryInfo) {
 	for _, detail := range s.Details() {
 		switch detail := detail.(type) {
 		case *errdetails.ErrorInfo:
@@ -108,10 +104,10 @@ func details(s *status.Status) (info *errdetails.ErrorInfo, delay time.Duration)
 				info = detail
 			}
 		case *errdetails.RetryInfo:
-			delay = detail.RetryDelay.AsDuration()
+			retry = detail
 		}
 	}
-	return info, delay
+	return info, retry
 }
 
 // patience is how long one call, or one stream after the other, is tried: exponential pauses with jitter, and an end.

@@ -6,6 +6,7 @@ import com.google.rpc.ErrorInfo;
 import com.google.rpc.RetryInfo;
 import io.grpc.Status;
 import io.grpc.protobuf.StatusProto;
+import java.io.IOException;
 import java.time.Duration;
 
 /**
@@ -25,7 +26,7 @@ record Fault(Kind kind, ExitException exit, Duration delay, long expected) {
         FINAL,
         /** No answer: the same is sent again. */
         UNREACHABLE,
-        /** An answer: after a wait the same is sent again. */
+        /** An answer with RetryInfo: after a wait the same is sent again. */
         LATER,
         /** The session is gone: after a registration the same is sent again. */
         LAPSED,
@@ -39,7 +40,7 @@ record Fault(Kind kind, ExitException exit, Duration delay, long expected) {
         }
         var status = Status.fromThrowable(failure);
         ErrorInfo info = null;
-        var delay = Duration.ZERO;
+        Duration delay = null;
         for (Any detail : StatusProto.fromThrowable(failure).getDetailsList()) {
             try {
                 if (detail.is(RetryInfo.class)) {
@@ -67,6 +68,12 @@ record Fault(Kind kind, ExitException exit, Duration delay, long expected) {
                 "%s without the controller's ErrorInfo: %s", status.getCode(), status.getDescription());
         var kind = switch (status.getCode()) {
             case UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED -> Kind.UNREACHABLE; // CANCELLED: the server is going down
+            // What came over the wire has no cause; with one it is the library's name for a write that met a closed connection.
+            case UNKNOWN -> status.getCause() instanceof IOException ? Kind.UNREACHABLE : Kind.FINAL;
+            // A server that goes down closes its connections with that code; the library's text tells it from a status that was sent.
+            case INTERNAL -> String.valueOf(status.getDescription()).contains("HTTP/2 error code:")
+                    ? Kind.UNREACHABLE
+                    : Kind.FINAL;
             default -> Kind.FINAL;
         };
         return new Fault(kind, exit, Duration.ZERO, 0);
@@ -83,15 +90,10 @@ record Fault(Kind kind, ExitException exit, Duration delay, long expected) {
         var kind = switch (info.getReason()) {
             case "NOT_REGISTERED" -> Kind.LAPSED;
             case "SEQUENCE_GAP" -> expected > 0 ? Kind.GAP : Kind.FINAL;
-            case "MESSAGE_TOO_LARGE" -> Kind.FINAL; // a message does not shrink by waiting
-            // By code, so that a reason of a newer controller is waited for as well.
-            default -> switch (status.getCode()) {
-                case UNAVAILABLE, RESOURCE_EXHAUSTED -> Kind.LATER;
-                default -> Kind.FINAL;
-            };
+            default -> delay != null ? Kind.LATER : Kind.FINAL; // also of a reason that this client does not know
         };
         var exit = new ExitException(code, info.getReason() + ": " + status.getDescription());
-        return new Fault(kind, exit, delay, expected);
+        return new Fault(kind, exit, delay == null ? Duration.ZERO : delay, expected);
     }
 
     private static long number(String text) {
