@@ -2,8 +2,8 @@
 
 * Only what the controller's contract calls retryable is tried again: an unreachable controller, an elapsed deadline (the
   same request under the same number), a "later" with our ErrorInfo, a lapsed session. Everything else is final.
-* UNAVAILABLE and RESOURCE_EXHAUSTED with our ErrorInfo are the controller's; without it they are the library's. "Later" is waited
-  for as long as the controller says, also for a reason that this client does not know.
+* UNAVAILABLE and RESOURCE_EXHAUSTED with our ErrorInfo are the controller's; without it they are the library's. A newer controller's
+  reason that is not known here is "later" if it carries RetryInfo.
 * Patience ends: a controller that gives no answer, or only "later", for the configured time is an error with that name.
 """
 

@@ -44,6 +44,10 @@ class Comments:
     def __getitem__(self, path: _Path) -> str:
         return self._texts[path]
 
+    def texts(self) -> Iterator[str]:
+        """All of them."""
+        yield from self._texts.values()
+
 
 def _unwrapped(comment: str) -> str:
     """Paragraphs on a line each; a line that begins with a word and a colon, such as "Retry:", is a paragraph of its own."""

@@ -231,7 +231,7 @@ class Checkpoint(google.protobuf.message.Message):
     PARENT_CHECKPOINT_ID_FIELD_NUMBER: builtins.int
     TOTAL_BYTES_FIELD_NUMBER: builtins.int
     checkpoint_id: builtins.str
-    """Identifies the checkpoint."""
+    """Identifies the checkpoint. Empty only for an application's own format without one."""
     path: builtins.str
     """Directory, relative to the run."""
     manifest_digest: builtins.str

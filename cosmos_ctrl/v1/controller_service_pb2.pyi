@@ -23,6 +23,9 @@ Sizes. A message has at most Limits.max_message_bytes in either direction; most 
 a client raises that to 64 MiB or to what the limits say. Texts and bytes without a limit of their own are bounded by the message's.
 A wait (a Duration in a request) of more than 60 seconds is taken as 60; a negative one is MALFORMED.
 
+Absence. A message inside another says when it is absent, a text when it is empty; a text that does not say so never is. Zero of a number
+is a value, unless its comment says otherwise.
+
 Extensions. Fields and values 1000 to 1999 are reserved everywhere: no version of this package uses them.
 """
 
@@ -290,7 +293,7 @@ class _EndReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     END_REASON_STOP_REQUESTED: _EndReason.ValueType  # 3
     """Somebody asked for it: RequestStop or a signal."""
     END_REASON_FAILURE: _EndReason.ValueType  # 4
-    """An error; the message says which. Nothing is published."""
+    """An error; the message says which. Nothing is published. Only GetResumeState and WatchRun say so: a fenced call is refused instead."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """Why an execution ends. A reason that a client does not know is an end as it should be: only FAILURE is an error."""
@@ -304,7 +307,7 @@ END_REASON_STEP_LIMIT: EndReason.ValueType  # 2
 END_REASON_STOP_REQUESTED: EndReason.ValueType  # 3
 """Somebody asked for it: RequestStop or a signal."""
 END_REASON_FAILURE: EndReason.ValueType  # 4
-"""An error; the message says which. Nothing is published."""
+"""An error; the message says which. Nothing is published. Only GetResumeState and WatchRun say so: a fenced call is refused instead."""
 Global___EndReason: typing_extensions.TypeAlias = EndReason
 
 class _Role:
@@ -498,7 +501,7 @@ class GetResumeStateResponse(google.protobuf.message.Message):
 
     @property
     def limits(self) -> Global___Limits:
-        """What a client keeps to."""
+        """What a client keeps to. Always present."""
 
     @property
     def end(self) -> Global___EndCommand:
@@ -625,13 +628,14 @@ class RegisterWorkerResponse(google.protobuf.message.Message):
 
     @property
     def lease_time(self) -> google.protobuf.duration_pb2.Duration:
-        """The session lapses when no request arrives for so long; waiting in a call is no sign of life, so send a heartbeat (a report without a
-        batch) every third of it. With the session go its leases; a trainer's lapse ends the execution once training has begun.
+        """Always present. The session lapses when no request arrives for so long; waiting in a call is no sign of life, so send a heartbeat (a
+        report without a batch) every third of it. With the session go its leases; a trainer's lapse ends the execution once training has
+        begun.
         """
 
     @property
     def limits(self) -> Global___Limits:
-        """What the client keeps to."""
+        """What the client keeps to. Always present."""
 
     def __init__(
         self,
@@ -672,7 +676,7 @@ class DamagedArtifact(google.protobuf.message.Message):
     name: builtins.str
     """Artifact name within the checkpoint."""
     explanation: builtins.str
-    """What was expected and found, in words."""
+    """What was expected and found, in words; may be empty."""
     def __init__(
         self,
         *,
@@ -710,7 +714,9 @@ class ConfirmResumeRequest(google.protobuf.message.Message):
 
     @property
     def metadata(self) -> cosmos_ctrl.v1.checkpoint_pb2.ResumeMetadata:
-        """Loaded this checkpoint."""
+        """Loaded this checkpoint: the metadata found in what was loaded (its manifest), not a copy of GetResumeState's answer, which it must
+        equal in every field.
+        """
 
     @property
     def fresh(self) -> Global___FreshStart:
@@ -1032,7 +1038,7 @@ class StreamReportsResponse(google.protobuf.message.Message):
 
     @property
     def ack(self) -> cosmos_ctrl.v1.reports_pb2.ReportAck:
-        """Cumulative."""
+        """Cumulative; always present."""
 
     def __init__(
         self,
@@ -1124,7 +1130,7 @@ class SaveCommand(google.protobuf.message.Message):
     """As in GetResumeStateResponse. An application that owns its checkpoints keeps it with the metadata."""
     @property
     def metadata(self) -> cosmos_ctrl.v1.checkpoint_pb2.ResumeMetadata:
-        """Metadata with the boundary: stored by the application when it owns its checkpoints; otherwise for information."""
+        """Metadata with the boundary, always present: stored by the application when it owns its checkpoints; otherwise for information."""
 
     def __init__(
         self,
@@ -1401,7 +1407,7 @@ class ShardReceipts(google.protobuf.message.Message):
     @property
     def receipts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[cosmos_ctrl.v1.checkpoint_pb2.ShardReceipt]:
         """Exactly the artifacts that the rank declared when it confirmed, once each; none in a run whose application owns its checkpoints, which
-        says that this rank is through.
+        says that this rank is through. A rank that declared none sends none, and publication waits for it all the same.
         """
 
     def __init__(
@@ -1422,7 +1428,7 @@ class SaveAbandoned(google.protobuf.message.Message):
 
     REASON_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """Why, in words."""
+    """Why, in words; may be empty."""
     def __init__(
         self,
         *,
@@ -1533,7 +1539,7 @@ class RequestStopRequest(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     DEADLINE_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """In words, for the log and the checkpoint's lineage."""
+    """In words, for the log, and for the message of END; may be empty."""
     @property
     def worker(self) -> Global___WorkerIdentity:
         """Fenced; the session may be empty (an operator)."""
@@ -1567,7 +1573,7 @@ class RequestStopResponse(google.protobuf.message.Message):
     phase: Global___Phase.ValueType
     """Where the execution stands now."""
     reason: builtins.str
-    """Reason that counts: of this request, or of what ended the execution before."""
+    """Reason that counts: of this request, or of what ended the execution before. May be empty."""
     @property
     def header(self) -> Global___ResponseHeader:
         """Execution ID and revision."""
@@ -1691,7 +1697,7 @@ class RunState(google.protobuf.message.Message):
 
     @property
     def end(self) -> Global___EndCommand:
-        """Set in PHASE_ENDED and PHASE_FAILED."""
+        """Why it ended. Absent until it has: set in PHASE_ENDED and PHASE_FAILED."""
 
     def __init__(
         self,
@@ -1753,7 +1759,7 @@ class WatchRunResponse(google.protobuf.message.Message):
 
     @property
     def state(self) -> Global___RunState:
-        """The run."""
+        """The run. Always present."""
 
     def __init__(
         self,
@@ -1924,7 +1930,7 @@ class Worker(google.protobuf.message.Message):
     incarnation: builtins.str
     """Process life that holds the place."""
     host: builtins.str
-    """Host name."""
+    """Host name; may be empty."""
     pid: builtins.int
     """Process ID on that host."""
     connected: builtins.bool
@@ -1937,7 +1943,7 @@ class Worker(google.protobuf.message.Message):
     """Whether it reported its end."""
     @property
     def silent(self) -> google.protobuf.duration_pb2.Duration:
-        """Since anything was heard."""
+        """Since anything was heard. Always present."""
 
     @property
     def metrics(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[cosmos_ctrl.v1.reports_pb2.Metric]:

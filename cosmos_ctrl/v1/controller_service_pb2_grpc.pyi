@@ -23,6 +23,9 @@ Sizes. A message has at most Limits.max_message_bytes in either direction; most 
 a client raises that to 64 MiB or to what the limits say. Texts and bytes without a limit of their own are bounded by the message's.
 A wait (a Duration in a request) of more than 60 seconds is taken as 60; a negative one is MALFORMED.
 
+Absence. A message inside another says when it is absent, a text when it is empty; a text that does not say so never is. Zero of a number
+is a value, unless its comment says otherwise.
+
 Extensions. Fields and values 1000 to 1999 are reserved everywhere: no version of this package uses them.
 """
 

@@ -33,7 +33,7 @@ class _OutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     OUTCOME_UNSPECIFIED: _Outcome.ValueType  # 0
     """Refused: the whole batch is MALFORMED."""
     OUTCOME_COMPLETED: _Outcome.ValueType  # 1
-    """Generated. Needs versions and rewards; payloads as the run declares."""
+    """Generated. Needs versions and rewards; payloads, handles or neither."""
     OUTCOME_DISCARDED: _Outcome.ValueType  # 2
     """Will never be generated; settles terminally. Needs a reason."""
     OUTCOME_FAILED: _Outcome.ValueType  # 3
@@ -47,7 +47,7 @@ class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
 OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
 """Refused: the whole batch is MALFORMED."""
 OUTCOME_COMPLETED: Outcome.ValueType  # 1
-"""Generated. Needs versions and rewards; payloads as the run declares."""
+"""Generated. Needs versions and rewards; payloads, handles or neither."""
 OUTCOME_DISCARDED: Outcome.ValueType  # 2
 """Will never be generated; settles terminally. Needs a reason."""
 OUTCOME_FAILED: Outcome.ValueType  # 3
@@ -149,7 +149,7 @@ class RolloutRows(google.protobuf.message.Message):
     reason: builtins.str
     """Why, for DISCARDED and FAILED; a short stable token such as "too_long". Empty otherwise. The other way round is MALFORMED."""
     payload_codec: builtins.str
-    """Codec of `payloads`, opaque to the controller. Empty where there are none."""
+    """Codec of `payloads`, or of what `handles` lead to; opaque to the controller. Empty where there are neither."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Group of each row, as leased."""
@@ -190,8 +190,8 @@ class RolloutRows(google.protobuf.message.Message):
 
     @property
     def handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """COMPLETED only, instead of `payloads`: one handle per set bit to where the producer keeps it, until PayloadsFreed or the producer's
-        own end. Both kinds in one block are MALFORMED.
+        """COMPLETED only, instead of `payloads`: one handle per set bit to where the producer keeps it. What a command trains is the trainer's to
+        free; of everything else PayloadsFreed tells the producer. Both kinds in one block are MALFORMED.
         """
 
     def __init__(
@@ -450,7 +450,9 @@ Global___RowRefused: typing_extensions.TypeAlias = RowRefused
 
 @typing.final
 class PayloadsFreed(google.protobuf.message.Message):
-    """Payload ownership returns to the producer, which frees them: the completions were discarded or are to be regenerated."""
+    """What handles lead to is the producer's again, which frees it: the completions were discarded or are to be generated again. Payloads that
+    came inline are never named.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -13,7 +13,7 @@ constexpr char kDomain[] = "cosmos_ctrl.v1";
 
 struct Details {
   std::optional<google::rpc::ErrorInfo> info;
-  std::chrono::nanoseconds delay{0};
+  std::optional<std::chrono::nanoseconds> delay;
 };
 
 Details DetailsOf(const grpc::Status& status) {
@@ -67,9 +67,7 @@ Fault FaultOf(const grpc::Status& status) {
   if (reason == "SEQUENCE_GAP") {
     return {.kind = Kind::kGap, .text = text, .expected = Number(Metadata(*info, "expected"))};
   }
-  // By code and not by reason: a newer controller may have reasons that are not known here. A message, however, does
-  // not shrink by waiting.
-  const bool is_later = code == grpc::UNAVAILABLE || code == grpc::RESOURCE_EXHAUSTED;
-  if (is_later && reason != "MESSAGE_TOO_LARGE") return {.kind = Kind::kLater, .text = text, .delay = delay};
+  // Not by reason: a newer controller may have reasons that are not known here.
+  if (delay) return {.kind = Kind::kLater, .text = text, .delay = *delay};
   return {.kind = Kind::kFinal, .text = text};
 }

@@ -54,19 +54,14 @@ export function faultOf(error: ServiceError): Fault {
       return { kind: "register", text };
     case "SEQUENCE_GAP":
       return { kind: "final", code: ExitCode.Failed, resendFrom: BigInt(info.metadata["expected"] ?? 0), text };
-    case "MESSAGE_TOO_LARGE": // a message does not shrink by waiting
-      return { kind: "final", code: ExitCode.Failed, text };
   }
-  // By code and not by reason: a newer controller may have reasons that are not known here.
-  if (error.code === status.UNAVAILABLE || error.code === status.RESOURCE_EXHAUSTED) {
-    return { kind: "later", delayMs, text };
-  }
-  return { kind: "final", code: ExitCode.Failed, text };
+  // Not by reason: a newer controller may have reasons that are not known here.
+  return delayMs === undefined ? { kind: "final", code: ExitCode.Failed, text } : { kind: "later", delayMs, text };
 }
 
-function detailsOf(error: ServiceError): { info: ErrorInfo | undefined; delayMs: number } {
+function detailsOf(error: ServiceError): { info: ErrorInfo | undefined; delayMs: number | undefined } {
   let info: ErrorInfo | undefined;
-  let delayMs = 0;
+  let delayMs: number | undefined;
   const [packed] = error.metadata.get("grpc-status-details-bin");
   for (const { typeUrl, value } of packed instanceof Buffer ? Status.decode(packed).details : []) {
     if (typeUrl.endsWith("/google.rpc.ErrorInfo")) {

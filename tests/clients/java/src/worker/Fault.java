@@ -70,6 +70,10 @@ record Fault(Kind kind, ExitException exit, Duration delay, long expected) {
             case UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED -> Kind.UNREACHABLE; // CANCELLED: the server is going down
             // What came over the wire has no cause; with one it is the library's name for a write that met a closed connection.
             case UNKNOWN -> status.getCause() instanceof IOException ? Kind.UNREACHABLE : Kind.FINAL;
+            // A server that goes down closes its connections with that code; the library's text tells it from a status that was sent.
+            case INTERNAL -> String.valueOf(status.getDescription()).contains("HTTP/2 error code:")
+                    ? Kind.UNREACHABLE
+                    : Kind.FINAL;
             default -> Kind.FINAL;
         };
         return new Fault(kind, exit, Duration.ZERO, 0);

@@ -1,0 +1,62 @@
+/**
+ * What a failed call means. Every error of the controller carries one google.rpc.ErrorInfo of its own domain; a status without
+ * one comes from the gRPC library or from something on the way.
+ */
+import { status } from "@grpc/grpc-js";
+import { ErrorInfo, RetryInfo } from "../generated/google/rpc/error_details.js";
+import { Status } from "../generated/google/rpc/status.js";
+import { toMilliseconds } from "./durations.js";
+const DOMAIN = "cosmos_ctrl.v1";
+export const ExitCode = { Done: 0, Configuration: 2, Stale: 10, Failed: 11 };
+/** Ends the process. */
+export class Exit extends Error {
+    code;
+    constructor(code, message) {
+        super(message);
+        this.code = code;
+    }
+}
+/**
+ * Whether nobody answered. CANCELLED is what a server that goes down makes of its calls; of a connection that was closed under
+ * a call the library makes INTERNAL, which only its text tells from one that was sent.
+ */
+function isLost({ code, details }) {
+    const lost = [status.UNAVAILABLE, status.DEADLINE_EXCEEDED, status.CANCELLED];
+    return lost.includes(code) || (code === status.INTERNAL && details.includes("triggered by internal client error"));
+}
+export function faultOf(error) {
+    const { info, delayMs } = detailsOf(error);
+    const text = `${status[error.code]}${info ? ` (${info.reason})` : ""}: ${error.details}`;
+    if (!info) {
+        return isLost(error) ? { kind: "unreachable", text } : { kind: "final", code: ExitCode.Failed, text };
+    }
+    switch (info.reason) {
+        case "STALE_EXECUTION":
+        case "SUPERSEDED":
+            return { kind: "final", code: ExitCode.Stale, text };
+        case "EXECUTION_ENDED":
+            return { kind: "final", code: info.metadata["end_reason"] === "FAILURE" ? ExitCode.Failed : ExitCode.Done, text };
+        case "NOT_REGISTERED":
+            return { kind: "register", text };
+        case "SEQUENCE_GAP":
+            return { kind: "final", code: ExitCode.Failed, resendFrom: BigInt(info.metadata["expected"] ?? 0), text };
+    }
+    // Not by reason: a newer controller may have reasons that are not known here.
+    return delayMs === undefined ? { kind: "final", code: ExitCode.Failed, text } : { kind: "later", delayMs, text };
+}
+function detailsOf(error) {
+    let info;
+    let delayMs;
+    const [packed] = error.metadata.get("grpc-status-details-bin");
+    for (const { typeUrl, value } of packed instanceof Buffer ? Status.decode(packed).details : []) {
+        if (typeUrl.endsWith("/google.rpc.ErrorInfo")) {
+            const found = ErrorInfo.decode(value);
+            if (found.domain === DOMAIN)
+                info = found;
+        }
+        else if (typeUrl.endsWith("/google.rpc.RetryInfo")) {
+            delayMs = toMilliseconds(RetryInfo.decode(value).retryDelay);
+        }
+    }
+    return { info, delayMs };
+}
