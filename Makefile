@@ -20,7 +20,7 @@ demo: $(VENV)/.run-light
 	$(VENV)/bin/cosmos-ctrl demo
 
 test: $(VENV)/.test $(STUBS_VENV)/.ready lint typecheck
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=auto --dist=loadfile $(ARGS)
 
 bench: $(VENV)/.test
 	$(VENV)/bin/python tests/benchmarks/bench_ledger.py
