@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,7 +32,7 @@ class ResettingServer:
     """Speaks as much HTTP/2 as it takes to reset every stream with one error code."""
 
     def __init__(self, error_code: int) -> None:
-        self.calls = threading.Semaphore(0)
+        self._calls = threading.Semaphore(0)
         self._error_code = error_code
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -39,6 +40,14 @@ class ResettingServer:
 
     def close(self) -> None:
         self._listener.close()
+
+    def called_by(self, process: subprocess.Popen[bytes]) -> bool:
+        """Waits for one more call; False: the process has ended, or none came in time."""
+        end = time.monotonic() + DEADLINE_S
+        while not self._calls.acquire(timeout=0.05):
+            if process.poll() is not None or time.monotonic() > end:
+                return False
+        return True
 
     def _accept(self) -> None:
         try:
@@ -59,7 +68,7 @@ class ResettingServer:
                     if kind in (_SETTINGS, _PING) and not flags & _ACK:
                         connection.sendall(_frame(kind, _ACK, 0, payload if kind == _PING else b""))
                     elif kind == _HEADERS:
-                        self.calls.release()
+                        self._calls.release()
                         connection.sendall(_frame(_RST_STREAM, 0, stream, struct.pack(">I", self._error_code)))
         except OSError:  # the client is gone
             pass
@@ -88,8 +97,8 @@ def test_a_call_on_a_stream_that_is_reset_is_made_again(client: Client, error_co
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
         )
         try:
-            missing = next((call for call in range(_CALLS) if not server.calls.acquire(timeout=DEADLINE_S)), None)
+            calls = sum(server.called_by(process) for _ in range(_CALLS))
         finally:
             process.kill()
             said, _ = process.communicate()
-        assert missing is None, f"{missing} calls, not {_CALLS}: {said.decode()}"
+        assert calls == _CALLS, said.decode()
