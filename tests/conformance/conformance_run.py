@@ -231,6 +231,7 @@ class _Stage:
         started = time.monotonic()
         code = await self._exit_code()
         seconds = round(time.monotonic() - started, 2)
+        await asyncio.gather(*self._chores)  # an outage that the client did not wait for
         if self._run.training.done():
             self._run.training.result()  # or what the client did says nothing
         if code is not None:

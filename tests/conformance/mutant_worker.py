@@ -64,6 +64,7 @@ BUGS = {
     "ignores_sources": "completes everything",
     "batches_too_large": "reports everything that it has in one batch",
     "final_later": "ends at the first refusal, whatever RetryInfo says",
+    "final_outage": "ends at the first call that nobody answers",
     "unknown_notice_fatal": "ends at a notice that it does not know",
     "no_address_is_an_error": "ends with 11 where no address is set",
 }
@@ -142,8 +143,8 @@ class Worker:
     def recover(self, error: grpc.RpcError) -> str:
         reason, metadata, delay_s = told(error)
         code = error.code()
-        if self.bug == "final_later" and delay_s is not None:
-            ends(11, reason, self.bug)
+        if (self.bug == "final_later" and delay_s is not None) or (self.bug == "final_outage" and not reason):
+            ends(11, f"{code.name} {reason}", self.bug)
         if reason == "NOT_REGISTERED":
             return "register"
         if reason == "SEQUENCE_GAP" or self.bug == "retries_everything":

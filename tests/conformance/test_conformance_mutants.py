@@ -58,6 +58,7 @@ CAUGHT = {
     "ignores_sources": ("every_outcome", "outcome"),
     "batches_too_large": ("small_limits", "limits"),
     "final_later": ("a_reason_of_tomorrow", "exit_code"),
+    "final_outage": ("another_execution_at_the_same_address", "exit_code"),
     "unknown_notice_fatal": ("unknown_notices", "exit_code"),
     "no_address_is_an_error": ("no_address", "exit_code"),
 }
