@@ -22,7 +22,7 @@ demo: $(VENV)/.run-light
 	$(VENV)/bin/cosmos-ctrl demo
 
 test: $(VENV)/.test $(STUBS_VENV)/.ready lint typecheck
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses=auto --dist=loadfile $(ARGS)
 
 # The clients in every language, those too that take more than a minute to build, and the scenarios that take long.
 test-clients: $(VENV)/.test

@@ -40,6 +40,9 @@ _AGAIN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEED
 #: What grpc.aio calls a write that met a connection going down, in place of the connection's own status.
 _LOST_WRITE = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 
+#: In the text of what the library calls INTERNAL when a stream was reset without a status, as a server that goes down may do.
+_RESET = "RST_STREAM"
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -62,9 +65,13 @@ def fault_of(error: grpc.RpcError) -> Fault:
     text = f"{code.name}: {error.details()}"
     if delay_s is not None:  # a reason that this version does not know
         return Fault("later", ConnectionError(text), delay_s)
-    if code in _AGAIN or (code, error.details()) == _LOST_WRITE:
+    if code in _AGAIN or (code, error.details()) == _LOST_WRITE or _is_reset(code, error.details()):
         return Fault("unreachable", ConnectionError(text))
     return Fault("final", ProtocolError(f"the call failed with {text}"))
+
+
+def _is_reset(code: grpc.StatusCode, details: str | None) -> bool:
+    return code is grpc.StatusCode.INTERNAL and _RESET in (details or "")
 
 
 def _kind_of(error: ControlError) -> Literal["later", "register", "final"]:

@@ -107,7 +107,7 @@ class Training:
         elif self._ledger.cursor.remaining_completions == 0:
             message = f"nothing to do: at step {steps} with no budget left"
             self._lifecycle.begin_ending("BUDGET_EXHAUSTED", message)
-        elif self._policy.tail == "wait" and groups_left < self._policy.groups_per_step:
+        elif self._policy.tail == "wait" and 0 < groups_left < self._policy.groups_per_step:
             message = f"nothing to do: at step {steps} the {groups_left} groups that are left are too few for a step, and wait"
             self._lifecycle.begin_ending("BUDGET_EXHAUSTED", message)
         if self._lifecycle.ending is not None:

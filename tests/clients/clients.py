@@ -7,11 +7,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -116,6 +119,17 @@ CLIENTS = (
 )
 
 
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """The tests run in several processes, and two builds in one directory break each other."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 @functools.cache
 def _missing(client: Client) -> str:
     """Builds it; what is missing for that, empty if nothing is. Tried once, however it comes out."""
@@ -125,9 +139,10 @@ def _missing(client: Client) -> str:
     if not client.build:
         return ""
     try:
-        done = subprocess.run(
-            client.build, cwd=client.directory, capture_output=True, text=True, timeout=BUILD_S, check=False
-        )
+        with _alone_in(client.directory):
+            done = subprocess.run(
+                client.build, cwd=client.directory, capture_output=True, text=True, timeout=BUILD_S, check=False
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the {client.language} client is not built: {error}"
     if done.returncode == 0:

@@ -44,6 +44,11 @@ class Plan:
     crash_at_publication: float
     policy: RunPolicy
 
+    @property
+    def largest_group(self) -> int:
+        """Completions that a group of any execution may have at most."""
+        return LARGEST_GROUP if self.reorders else self.n
+
     @staticmethod
     def of(rng: random.Random) -> Plan:
         prompts, n, ranks = rng.randint(1, 12), rng.choice([1, 1, 2, 3, 4]), rng.choice([1, 1, 2, 3])

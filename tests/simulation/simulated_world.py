@@ -283,7 +283,7 @@ class World:
             return
         assert not core.leasing.can_give, "G9: nothing was given, though something could be"
         # At most so much may be expected of what is out; before the first payload nothing is.
-        expected = core.rollouts.leased_groups * self.plan.n * self.longest_payload
+        expected = core.rollouts.leased_groups * self.plan.largest_group * self.longest_payload
         if core.rollouts.buffered_bytes + expected > policy.max_buffered_bytes or oracle.issued == self.plan.budget:
             return
         if core.rollouts.outstanding_groups < policy.max_outstanding_groups:

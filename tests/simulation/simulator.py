@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from simulated_plan import LARGEST_GROUP, SESSION_TTL_S, Plan
+from simulated_plan import SESSION_TTL_S, Plan
 from simulated_rollouts import RolloutSide, RolloutWorker
 from simulated_trainers import TrainerSide
 from simulated_world import Crash, Run, World
@@ -133,8 +133,8 @@ class _Life:
             return False
         if end[0] == "BUDGET_EXHAUSTED" and end[1].endswith("too few for a step, and wait"):
             assert world.policy.tail == "wait"
-            largest = LARGEST_GROUP if world.plan.reorders else world.plan.n
-            world.oracle.check_tail((world.policy.groups_per_step - 1) * largest)
+            most = (world.policy.groups_per_step - 1) * world.plan.largest_group
+            world.oracle.check_tail(most, self.core.rollouts.unsettled_groups)
         elif end[0] == "BUDGET_EXHAUSTED":
             world.oracle.check_complete()
             assert not self.core.rollouts.buffered_bytes, "payloads are kept of what is settled"

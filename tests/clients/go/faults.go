@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand"
 	"strconv"
+	"strings"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -92,6 +93,11 @@ func libraryFault(s *status.Status) fault {
 	switch s.Code() {
 	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled: // Canceled: the server is going down
 		f.kind = unreachable
+	case codes.Internal:
+		// Also a server that goes down; the library's text tells it from a status that was sent.
+		if strings.Contains(s.Message(), "terminated by RST_STREAM") {
+			f.kind = unreachable
+		}
 	}
 	return f
 }

@@ -53,8 +53,11 @@ Fault FaultOf(const grpc::Status& status) {
   const std::string text =
       "status " + std::to_string(code) + (info ? " (" + reason + ")" : "") + ": " + status.error_message();
   if (!info) {
-    // CANCELLED is what a server that goes down makes of its calls.
-    const bool is_lost = code == grpc::UNAVAILABLE || code == grpc::DEADLINE_EXCEEDED || code == grpc::CANCELLED;
+    // CANCELLED is what a server that goes down makes of its calls; of a stream that was reset the library makes
+    // INTERNAL, which only its text tells from one that was sent.
+    const bool is_reset = code == grpc::INTERNAL && status.error_message().find("RST_STREAM") != std::string::npos;
+    const bool is_lost =
+        code == grpc::UNAVAILABLE || code == grpc::DEADLINE_EXCEEDED || code == grpc::CANCELLED || is_reset;
     return {.kind = is_lost ? Kind::kUnreachable : Kind::kFinal, .text = text};
   }
   if (reason == "STALE_EXECUTION" || reason == "SUPERSEDED")

@@ -31,11 +31,12 @@ export type Fault = { text: string } & (
 
 /**
  * Whether nobody answered. CANCELLED is what a server that goes down makes of its calls; of a connection that was closed under
- * a call the library makes INTERNAL, which only its text tells from one that was sent.
+ * a call, and of a stream that was reset, the library makes INTERNAL, which only its text tells from one that was sent.
  */
 function isLost({ code, details }: ServiceError): boolean {
   const lost = [status.UNAVAILABLE, status.DEADLINE_EXCEEDED, status.CANCELLED];
-  return lost.includes(code) || (code === status.INTERNAL && details.includes("triggered by internal client error"));
+  const internal = ["triggered by internal client error", "RST_STREAM"];
+  return lost.includes(code) || (code === status.INTERNAL && internal.some((text) => details.includes(text)));
 }
 
 export function faultOf(error: ServiceError): Fault {
