@@ -26,7 +26,7 @@ test: $(VENV)/.test $(STUBS_VENV)/.ready lint typecheck
 
 # The clients in every language, those too that take more than a minute to build, and the scenarios that take long.
 test-clients: $(VENV)/.test
-	COSMOS_TEST_CLIENTS=all $(VENV)/bin/python -m pytest $(CLIENT_TESTS) $(ARGS)
+	COSMOS_TEST_CLIENTS=all $(VENV)/bin/python -m pytest --numprocesses=auto --dist=loadfile $(CLIENT_TESTS) $(ARGS)
 
 bench: $(VENV)/.test
 	$(VENV)/bin/python tests/benchmarks/bench_ledger.py

@@ -19,7 +19,10 @@ from fault_scene import Reporter, Scene, scene
 
 RUN_S = 120.0
 
-pytestmark = pytest.mark.timeout(BUILD_S + RUN_S)
+pytestmark = [
+    pytest.mark.timeout(BUILD_S + RUN_S),
+    pytest.mark.skipif(not ALL, reason="a part of `make test-clients` only"),
+]
 
 #: 64 groups, one at a time: some 20 KB each way, whatever a client puts together.
 COMPLETIONS = 128
@@ -27,10 +30,8 @@ COMPLETIONS = 128
 #: More than a run has connections.
 CUTS = 200
 
-CUT = [client for client in chosen() if ALL]
 
-
-@pytest.mark.parametrize("client", CUT, ids=[client.language for client in CUT])
+@pytest.mark.parametrize("client", chosen(), ids=[client.language for client in chosen()])
 def test_g6_connections_cut_anywhere_lose_and_repeat_nothing(client: Client, tmp_path: Path) -> None:
     command = command_of(client)
     somewhere = random.Random(6)

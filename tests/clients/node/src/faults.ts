@@ -35,8 +35,7 @@ export type Fault = { text: string } & (
  */
 function isLost({ code, details }: ServiceError): boolean {
   const lost = [status.UNAVAILABLE, status.DEADLINE_EXCEEDED, status.CANCELLED];
-  const internal = ["triggered by internal client error", "RST_STREAM"];
-  return lost.includes(code) || (code === status.INTERNAL && internal.some((text) => details.includes(text)));
+  return lost.includes(code) || (code === status.INTERNAL && details.includes("RST_STREAM"));
 }
 
 export function faultOf(error: ServiceError): Fault {
