@@ -16,8 +16,9 @@ SEQUENCE_GAP (send again from "expected"). "Final" are all others: they are rais
 an unknown reason of this domain only RetryInfo counts: with it retry, without it final.
 
 A status without an ErrorInfo of this domain is the transport's. UNAVAILABLE, DEADLINE_EXCEEDED and CANCELLED: the request may or may
-not have taken effect, so the same is sent again, under the same number; every RPC here is safe to send again. RESOURCE_EXHAUSTED: a
-message was larger than one side takes, final. UNIMPLEMENTED: an older controller, without this RPC.
+not have taken effect, so the same is sent again, under the same number; every RPC here is safe to send again. INTERNAL is the same
+where the library made it of a stream that was reset or a connection that was closed (its text says so), and final otherwise.
+RESOURCE_EXHAUSTED: a message was larger than one side takes, final. UNIMPLEMENTED: an older controller, without this RPC.
 
 Sizes. A message has at most Limits.max_message_bytes in either direction; most gRPC libraries take 4 MiB unless told otherwise, and
 a client raises that to 64 MiB or to what the limits say. Texts and bytes without a limit of their own are bounded by the message's.
