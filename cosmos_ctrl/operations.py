@@ -270,7 +270,7 @@ def verify(
     Args:
         store: the run's.
         path: the checkpoint, relative to the run.
-        threads: artifacts read at once; None: two per CPU.
+        threads: artifacts read at once; None: three per CPU.
         on_bytes: told, after each artifact, the bytes that are through and those of all; in the calling thread.
 
     Raises:

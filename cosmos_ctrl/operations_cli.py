@@ -98,7 +98,7 @@ def add_commands(commands: Any) -> None:
     verify.add_argument(
         "path", type=_location, metavar="RUN|CHECKPOINT", help="directory or URI of a run, or of a checkpoint"
     )
-    verify.add_argument("--threads", type=int, help="artifacts read at once; two per CPU if not given")
+    verify.add_argument("--threads", type=int, help="artifacts read at once; three per CPU if not given")
     verify.add_argument("--record", action="store_true", help="mark what is damaged, for the next start")
 
     gc = _command(commands, "gc", "delete what a policy does not keep, and what dead executions left", _GC, _gc)

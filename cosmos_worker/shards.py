@@ -30,8 +30,8 @@ from cosmos_worker.settings import RUN_DIRECTORY
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-#: While one is filled, one is hashed and written, and one waits for that.
-_BLOCKS = 3
+#: Filled, hashed and written at the same time: 12 MiB that an open file holds.
+_BLOCKS = 6
 
 #: Bytes between two write-backs of the page cache.
 WRITE_BACK_BYTES = 32 << 20

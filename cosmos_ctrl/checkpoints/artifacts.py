@@ -145,7 +145,7 @@ def verify_artifacts(
         checkpoint: the store within the checkpoint.
         artifacts: what its manifest says of those that are to be verified.
         path: the checkpoint, for the errors.
-        threads: at most so many at once; None: two per CPU.
+        threads: at most so many at once; None: three per CPU.
 
     Raises:
         ArtifactMissingError, CheckpointDamagedError: one is not what was committed.
@@ -169,7 +169,7 @@ def measure_durably(
         checkpoint: the store within the checkpoint.
         names: safe artifact names.
         algorithm: of the digests.
-        threads: at most so many at once; None: two per CPU.
+        threads: at most so many at once; None: three per CPU.
 
     Raises:
         ArtifactMissingError, CheckpointDamagedError: one is not there, is of another kind, empty, or changed while it was read.

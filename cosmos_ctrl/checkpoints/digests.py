@@ -220,12 +220,12 @@ def verify_many(checks: Iterable[Verification], *, path: str, threads: int | Non
 
 
 def default_threads() -> int:
-    """Threads that a verification uses when nothing is said: two for each CPU that this process may use, at most 32.
+    """Threads that a verification uses when nothing is said: three for each CPU that this process may use, at most 32.
 
-    One reads while the other hashes.
+    One hashes while the others wait for the disk.
     """
     affinity = getattr(os, "sched_getaffinity", None)
-    return min(32, 2 * (len(affinity(0)) if affinity else os.cpu_count() or 1))
+    return min(32, 3 * (len(affinity(0)) if affinity else os.cpu_count() or 1))
 
 
 def _verify(check: Verification, path: str) -> None:

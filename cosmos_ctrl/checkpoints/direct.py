@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from io import RawIOBase
 
-#: Bytes of a block: a multiple of every page, large or not, and enough to keep a disk busy.
-BLOCK_BYTES = 4 << 20
+#: Bytes of a block: a large page, so that a disk is asked for it in one piece.
+BLOCK_BYTES = 2 << 20
 
 _FLAG: int = getattr(os, "O_DIRECT", 0)
 

@@ -175,25 +175,25 @@ def test_a_writer_waits_for_a_slow_disk_and_memory_stays_bounded(tmp_path, small
         return os.write(fd, data)
 
     file = HashingFile(tmp_path / "a", calls=SystemCalls(set_direct=refused, write=write))
-    file.write(bytes(3 * BLOCK))  # as much as there is memory for
+    file.write(bytes(shards._BLOCKS * BLOCK))  # as much as there is memory for
     writer = threading.Thread(target=file.write, args=(bytes(BLOCK),))
     writer.start()
     assert writer.is_alive()
-    assert len(file._blocks) == 3
+    assert len(file._blocks) == shards._BLOCKS
     assert not written
     go.release(1)
     writer.join(30)
     assert not writer.is_alive()
-    go.release(9)
+    go.release(shards._BLOCKS)
     file.close()
-    assert written == [BLOCK] * 4
+    assert written == [BLOCK] * (shards._BLOCKS + 1)
 
 
 def test_a_block_that_cannot_be_written_ends_the_file_and_its_threads(tmp_path, small_blocks):
     device = Device(write=(2, errno.ENOSPC))
     file = HashingFile(tmp_path / "a", calls=device.calls())
     with pytest.raises(OSError, match="No space left"):  # noqa: PT012  # it comes with one of the next blocks
-        for _ in range(6):
+        for _ in range(shards._BLOCKS + 3):
             file.write(bytes(BLOCK))
     assert not threads_named("cosmos-")
     for later in (lambda: file.write(b"x"), file.close, lambda: file.result):
