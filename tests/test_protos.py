@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,16 @@ def test_the_reference_is_what_the_comments_say(tmp_path: Path) -> None:
 
 
 # -- what is frozen
+
+#: sha256 of every frozen descriptor; one is added with a release, and none is ever changed.
+FROZEN = {
+    "0.1.0.binpb": "0f5b0a1733f620e64898e601fe663c211c2b7987145f2843c82df9c1f1e45135",
+}
+
+
+def test_what_is_frozen_stays_as_it_is() -> None:
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in frozen.frozen(ROOT)}
+    assert found == FROZEN
 
 
 @pytest.fixture

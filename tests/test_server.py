@@ -155,7 +155,8 @@ def go_on(trained: Path, directory: Path, **overrides: Any) -> Path:
 # -- signals
 
 
-def test_sigterm_ends_in_a_checkpoint_at_the_real_step(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_in_a_checkpoint_at_the_real_step(tmp_path, number):
     config = write_config(tmp_path, checkpoints={"every_steps": 0})
     with serving(config) as controller:
         workers = Workers(controller)
@@ -164,7 +165,7 @@ def test_sigterm_ends_in_a_checkpoint_at_the_real_step(tmp_path):
         train = workers.trainers[0].next(2).train
         workers.rollout.requests += 1
         # Work is out, a command is issued: the command is finished, the rest stays unsettled.
-        controller.signal(signal.SIGTERM)
+        controller.signal(number)
         states = controller.stub.WatchRun(pb.WatchRunRequest(), timeout=DEADLINE_S)
         assert any(state.state.phase == pb.PHASE_DRAINING for state in states)
         for trainer in workers.trainers:
@@ -172,7 +173,7 @@ def test_sigterm_ends_in_a_checkpoint_at_the_real_step(tmp_path):
         workers.number = 3
         end = workers.to_the_end()
         assert end.reason == pb.END_REASON_STOP_REQUESTED
-        assert "SIGTERM" in end.message
+        assert signal.Signals(number).name in end.message
         assert end.completed_training_steps == 2
         assert controller.exit_code() == ExitCode.ENDED
         (manifest,) = controller.manifests()

@@ -130,7 +130,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     it carries no RetryInfo, and is raised.
     """
     ERROR_REASON_EXECUTION_ENDED: _ErrorReason.ValueType  # 26
-    """FAILED_PRECONDITION. The execution is over by an error; metadata "end_reason" is FAILURE, "message" says why. Stop, exit with code 11."""
+    """FAILED_PRECONDITION. The execution is over by an error; metadata "end_reason" is FAILURE, "message" says why. Stop, exit with code 11;
+    with another "end_reason", of a newer controller, with code 0.
+    """
     ERROR_REASON_NOT_ALLOWED: _ErrorReason.ValueType  # 27
     """FAILED_PRECONDITION. The call does not fit the worker's role, the run's trainer ranks or the command's state. A bug, or a launcher that
     starts other ranks than the controller expects: raise.
@@ -224,7 +226,9 @@ ERROR_REASON_STORAGE_UNAVAILABLE: ErrorReason.ValueType  # 25
 it carries no RetryInfo, and is raised.
 """
 ERROR_REASON_EXECUTION_ENDED: ErrorReason.ValueType  # 26
-"""FAILED_PRECONDITION. The execution is over by an error; metadata "end_reason" is FAILURE, "message" says why. Stop, exit with code 11."""
+"""FAILED_PRECONDITION. The execution is over by an error; metadata "end_reason" is FAILURE, "message" says why. Stop, exit with code 11;
+with another "end_reason", of a newer controller, with code 0.
+"""
 ERROR_REASON_NOT_ALLOWED: ErrorReason.ValueType  # 27
 """FAILED_PRECONDITION. The call does not fit the worker's role, the run's trainer ranks or the command's state. A bug, or a launcher that
 starts other ranks than the controller expects: raise.

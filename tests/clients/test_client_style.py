@@ -1,4 +1,4 @@
-"""Every client is formatted, and clean, as its own language's tools see it. A part of `make test-clients` only."""
+"""Every client that names a linter is formatted, and clean, as its own language's tools see it. A part of `make test-clients` only."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_what_is_no_training_state_is_refused(trained: Training, state: Any) -> 
 
 
 def test_g3_the_devices_random_state_is_one_of_them(trained: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the device: on a real one `test_checkpoint_replay.py` does it, where there is one."""
+    """With a stand-in for the device. On a real one only the canaries keep random states, by their own code."""
     without = through_a_file(capture(trained.parts(), STAMP))
     device, plain = torch.Generator(), torch.Generator
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
