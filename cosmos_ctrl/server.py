@@ -511,7 +511,11 @@ class _Signals:
 
 
 def _exit_code(runtime: Runtime) -> ExitCode:
-    failure = runtime.controller.lifecycle.failure
+    failure, deserters = runtime.controller.lifecycle.failure, runtime.controller.deserters
+    if failure is None and deserters:
+        names = ", ".join(map(str, deserters))
+        _log.error("a rank asked for the stop, and %s did not hear of the end: it may have died before", names)
+        return ExitCode.FAILED
     if failure is None:
         return ExitCode.ENDED
     if runtime.superseded:

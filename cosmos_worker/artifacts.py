@@ -101,13 +101,24 @@ class _Unranked(Artifacts):
     def __init__(self, names: Iterable[str], stamp: Stamp, open_file: Callable[[str], BinaryIO]) -> None:
         super().__init__({}, stamp, self._no_rank, self._no_stamp)
         self._names, self._open_file = tuple(sorted(names)), open_file
+        self._closed = False
 
     def __getitem__(self, name: str) -> BinaryIO:
         if name not in self._names:
             raise KeyError(name)
         if name not in self._files:
+            if self._closed:
+                raise ValueError(f"{name} was not looked up before the artifacts were closed")
             self._files[name] = self._open_file(name)
         return self._files[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without opening it
+
+    def close(self) -> None:
+        """Close what was looked up. Idempotent."""
+        self._closed = True
+        super().close()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

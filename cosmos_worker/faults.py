@@ -132,4 +132,7 @@ class Patience:
         longest = min(self._config.backoff_max_s, self._config.backoff_first_s * 2.0 ** min(self.attempts, 30))
         self.attempts += 1
         delay = longest * (0.5 + 0.5 * self._jitter())
-        return max(delay, fault.delay_s) if fault.kind == "later" else delay
+        if fault.kind != "later":
+            return delay
+        # What the controller asks for, but not beyond what is left.
+        return min(max(delay, fault.delay_s), max(delay, self._later_total_s - (now - since)))

@@ -16,10 +16,12 @@ import errno
 import io
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from cosmos_ctrl.checkpoints import direct
@@ -82,7 +84,7 @@ class HashingFile(io.BufferedIOBase):
         self._taken = 0
         self._blocks: list[_Block] = []
         """Filled in turn, made when they are first needed."""
-        self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        self._threads: tuple[_Hand, _Hand] | None = None
         """One hashes and one writes, once there is a whole block."""
         self._failure: OSError | None = None
         self._result: WrittenFile | None = None
@@ -172,7 +174,7 @@ class HashingFile(io.BufferedIOBase):
 
     def _send(self, block: _Block, output: _Output) -> None:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, "cosmos-hash"), ThreadPoolExecutor(1, "cosmos-write")
+            self._threads = _Hand("cosmos-hash"), _Hand("cosmos-write")
         hashing, writing = self._threads
         block.work = hashing.submit(self._hasher.update, block.memory), writing.submit(output.write, block.memory)
 
@@ -206,7 +208,7 @@ class HashingFile(io.BufferedIOBase):
         if output is None:
             return
         for thread in self._threads or ():
-            thread.shutdown(cancel_futures=True)
+            thread.end()
         self._threads, self._blocks = None, []
         try:
             output.close()
@@ -232,6 +234,36 @@ class _Block:
         for each in self.work:
             each.result()
         self.work = ()
+
+
+class _Hand:
+    """Does what it is given, one after another, on a thread of its own. That keeps no process alive, as an executor's would: a write may hang."""
+
+    def __init__(self, name: str) -> None:
+        self._given: SimpleQueue[tuple[Future[None], Callable[[memoryview], None], memoryview] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[memoryview], None], data: memoryview) -> Future[None]:
+        """Have `work` done with `data`."""
+        future: Future[None] = Future()
+        self._given.put((future, work, data))
+        return future
+
+    def end(self) -> None:
+        """Wait until all of it is done."""
+        self._given.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (given := self._given.get()) is not None:
+            future, work, data = given
+            try:
+                work(data)
+            except BaseException as error:  # whatever it is, it is the writer's
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
 
 class _Output:

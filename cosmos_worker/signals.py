@@ -2,8 +2,9 @@
 
 * They are heard by the client's thread, by way of Python's wakeup descriptor: a main thread that is stuck in a collective keeps nobody from
   hearing them.
-* What the application handles itself stays the application's; so does everything where the wakeup descriptor is taken, or where the trainer
-  is not entered by the main thread.
+* They are heard from the agreement on: before, nothing is worth saving, and a rank ends of them as any process does.
+* What the application handles itself, before or later, stays the application's; so does everything where the wakeup descriptor is taken
+  already, or where the main thread does not confirm. Where it is taken later, by asyncio say, the main thread hears them.
 * A process that is forked off has them as they were: its signals are none of the run's.
 * Signals within a second are one: a launcher passes on what its whole process group was sent.
 """
@@ -75,19 +76,31 @@ class StopSignals:
     def _let_go(self) -> None:
         handled, self._handled = self._handled, ()
         for number in handled:
-            signal.signal(number, signal.SIG_DFL)
-        signal.set_wakeup_fd(-1)
+            if signal.getsignal(number) is _wake_up:
+                signal.signal(number, signal.SIG_DFL)
+        descriptor = signal.set_wakeup_fd(-1)
+        if descriptor not in (-1, self._writing.fileno()):
+            signal.set_wakeup_fd(descriptor)
+
+    def hear_in_main_thread(self, number: int) -> None:
+        """Hear what did not come by the descriptor, because that is somebody else's now."""
+        descriptor = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(descriptor)
+        if descriptor != self._writing.fileno():
+            self._connection.soon(lambda: self._hear(signal.Signals(number).name))
 
     # -- on the client's loop
 
     def _read(self) -> None:
         for number in self._reading.recv(64):
-            if number in self._handled:
+            if number in self._handled and signal.getsignal(number) is _wake_up:
                 self._hear(signal.Signals(number).name)
 
     def _hear(self, name: str) -> None:
         now, connection = time.monotonic(), self._connection
-        if connection.terminal is not None:
+        if connection.finishing:
+            connection.end_process(f"{name} after the end", 0)
+        elif connection.terminal is not None:
             connection.end_process(f"{name} after the end", exit_code_for(connection.terminal) or EXIT_ENDED)
         elif self._first_at is None:
             self._first_at = now
@@ -121,5 +134,7 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def _wake_up(_number: int, _frame: object) -> None:
+def _wake_up(number: int, _frame: object) -> None:
     """Without a handler of Python's, nothing is written to the descriptor."""
+    for one in _installed:
+        one.hear_in_main_thread(number)

@@ -141,7 +141,6 @@ class Trainer:
         except BaseException as error:
             self._leave(error)
             raise
-        self._signals.install()
         return self
 
     def __exit__(
@@ -189,6 +188,9 @@ class Trainer:
         end = self._agreement.confirm(steps, updates)
         if end is not None:
             self._ended(EndReason(end.end_reason, end.message, steps))
+        else:
+            # Not before: there would be nothing to save, and a launcher signals the siblings of a rank that did not come up.
+            self._signals.install()
 
     # --- commands ---
 

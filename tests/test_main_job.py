@@ -71,10 +71,10 @@ def test_g1_g2_g5_killed_in_the_middle_of_a_step_and_resumed(tmp_path: Path) -> 
     assert report["skipped"] == 0
     assert report["repeated"] <= report["window_at_checkpoint"]
     assert report["live_cursor_would_skip"] > 0
-    assert report["stale_reports_refused"] >= 1
     assert report["remaining_completions"] == 0
     assert report["reward_last"] > report["reward_first"]
     assert (tmp_path / "runs/demo/report.png").stat().st_size > 10_000
+    # Of its requests, whichever came first: a report, which is counted, or one for more work.
     assert "ended with code 10: it was refused as stale" in done.stdout
 
     # A finished run that is started again does nothing, and says so.

@@ -182,6 +182,21 @@ def test_a_signal_ends_in_a_checkpoint_at_the_real_step(tmp_path, number):
         assert manifest["metadata"]["remaining_completions"] == 8
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_g9_a_stop_asked_for_by_a_rank_is_no_good_end_if_another_never_hears_of_it(tmp_path, heard):
+    """torchrun signals the siblings of a rank that died: the one that lives asks for a stop, and all there is may be saved already."""
+    with serving(write_config(tmp_path, server={"linger_s": 0.5})) as controller:
+        workers = Workers(controller)
+        workers.step()
+        workers.save()
+        first, second = workers.trainers
+        first.stub.RequestStop(pb.RequestStopRequest(worker=first.identity, reason="SIGTERM to it"), timeout=DEADLINE_S)
+        for trainer in (first, second) if heard else (first,):
+            assert trainer.next(workers.number).end.reason == pb.END_REASON_STOP_REQUESTED
+        assert controller.exit_code() == (ExitCode.ENDED if heard else ExitCode.FAILED)
+        assert heard or "trainer policy/1 did not hear of the end" in controller.log
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_before_anything_was_trained_ends_with_nothing(tmp_path, number):
     with serving(write_config(tmp_path, server={"linger_s": 0.2})) as controller:

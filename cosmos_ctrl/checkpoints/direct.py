@@ -26,6 +26,8 @@ def new_block() -> memoryview:
     memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # not on every system; a disk is asked in pieces as large as a page
         memory.madvise(mmap.MADV_HUGEPAGE)
+        # A fork while the disk reads from it would make the child's and the parent's one of undefined content (open(2), O_DIRECT).
+        memory.madvise(mmap.MADV_DONTFORK)
     return memoryview(memory)
 
 

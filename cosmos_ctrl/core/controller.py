@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cosmos_ctrl.core.admission import Admission, Batch, WeightAnnouncement
 from cosmos_ctrl.core.agreement import Agreement, CheckNames, Restored, Resumed
-from cosmos_ctrl.core.commands import Command, CommandLog, Save, ShardReceipt, Train
+from cosmos_ctrl.core.commands import Command, CommandLog, End, Save, ShardReceipt, Train
 from cosmos_ctrl.core.errors import (
     AwaitingAgreementError,
     ConflictingRetryError,
@@ -113,6 +113,7 @@ class Controller:
         """Trainer ranks that came after the failure, and heard of it."""
         self._damage_reported = False
         self._stop_deadline: float | None = None
+        self._stopped_by_rank = False
         self._gate_deadline = clock() + policy.gate_timeout_s
         self._first_group = identity.number * _GROUPS_PER_EXECUTION + 1
 
@@ -365,7 +366,9 @@ class Controller:
         worker = self._enter_trainer(execution_id, session)
         if not self.lifecycle.gate_open and self.lifecycle.phase != "ENDED":
             raise AwaitingAgreementError(missing=self.agreement.missing)
-        return self.training.command(number, worker.place)
+        command = self.training.command(number, worker.place)
+        worker.given_end = worker.given_end or isinstance(command, End)
+        return command
 
     def dp_size(self, session: str) -> int:
         """Data-parallel size of the asking worker: row i of its commands belongs to share i modulo the size."""
@@ -440,9 +443,10 @@ class Controller:
     def request_stop(self, execution_id: str, session: str, reason: str, grace_s: float | None) -> str:
         """Finish issued updates, save, end; returns the reason that counts, which is the first one."""
         self.pass_fence(execution_id)
-        if session:
-            self.workers.of(session)
+        worker = self.workers.of(session) if session else None
         self._raise_failure(None)
+        if worker is not None and worker.place.role == "trainer" and self.lifecycle.ending is None:
+            self._stopped_by_rank = True
         return self.stop(reason, grace_s)
 
     def stop(self, reason: str, grace_s: float | None = None) -> str:
@@ -454,6 +458,13 @@ class Controller:
             self.training.stop_giving_work("STOP_REQUESTED", reason)
             self.training.form()
         return self.lifecycle.ending[1] if self.lifecycle.ending is not None else reason
+
+    @property
+    def deserters(self) -> tuple[Place, ...]:
+        """Of a run that a trainer rank asked to stop, the ranks that have not heard of its end. They may be why it asked: a launcher
+        signals the siblings of a rank that died."""
+        found = [(rank, self.workers.at(rank)) for rank in self.commands.ranks if self._stopped_by_rank]
+        return tuple(rank for rank, worker in found if worker is None or not (worker.given_end or worker.ended))
 
     def fail(self, message: str) -> None:
         """End the execution at once, for a reason from outside the core."""

@@ -179,6 +179,8 @@ class Incarnation:
     """Every reporting rank of its replica did."""
     told: bool = False
     """It was answered with what ended the execution."""
+    given_end: bool = False
+    """It was given the END command."""
     leases: set[int] = field(default_factory=set)
     """Groups leased to it."""
     lease_number: int = 0

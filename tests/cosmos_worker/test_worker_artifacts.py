@@ -128,6 +128,7 @@ def test_what_no_execution_saved_is_every_ranks_and_verified_when_it_is_looked_u
             assert file.read() == b"rank0.pth"
             assert files["rank0.pth"] is file
             assert "state.pt" not in files
+            assert "rank1.pth" in files
             for use in (lambda: files.of_rank(1), lambda: files.check_stamp("rank0.pth", {})):
                 with pytest.raises(ValueError, match="no rank saved"):
                     use()
@@ -135,6 +136,8 @@ def test_what_no_execution_saved_is_every_ranks_and_verified_when_it_is_looked_u
                 _ = files["rank1.pth"]
             assert len(told) == rank + 1
         assert file.closed
+        with pytest.raises(ValueError, match="closed"):
+            _ = files["policy-0.pth"]
 
 
 def test_a_script_may_publish_what_is_each_ranks(two: Path) -> None:

@@ -623,6 +623,51 @@ def test_signals_that_the_application_handles_itself_stay_its_own(controller, fr
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_a_handler_that_the_application_installs_later_stays_its_own(controller, fresh):
+    heard = []
+    controller.commands = [end()]
+    try:
+        with fresh() as trainer:
+            signal.signal(signal.SIGTERM, lambda *_: heard.append("mine"))
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGUSR1)
+            controller.until(lambda: controller.stops == ["SIGUSR1 to trainer policy/0/0"])
+            assert list(trainer.commands()) == []
+        assert heard == ["mine"]
+        assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_signal_is_heard_where_the_wakeup_descriptor_was_taken_later(controller, fresh):
+    controller.commands = [end()]
+    one, other = socket.socketpair()
+    with one, other:
+        other.setblocking(False)
+        with fresh() as trainer:
+            signal.set_wakeup_fd(other.fileno())
+            signal.raise_signal(signal.SIGTERM)
+            controller.until(lambda: controller.stops == ["SIGTERM to trainer policy/0/0"])
+            assert list(trainer.commands()) == []
+        assert signal.set_wakeup_fd(-1) == other.fileno()
+
+
+def test_a_signal_after_the_end_was_heard_ends_the_rank_well(controller, fresh, exits):
+    controller.commands = [end()]
+    with fresh() as trainer:
+        assert list(trainer.commands()) == []
+        signal.raise_signal(signal.SIGTERM)
+        controller.until(lambda: exits == [0])
+    assert controller.stops == []
+
+
+def test_before_the_agreement_a_signal_is_nobodys(controller, options):
+    with Trainer.from_env(**options()) as trainer:
+        trainer.resume()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 @pytest.mark.parametrize("why", ["the wakeup descriptor is taken", "another thread"])
 def test_signals_that_the_trainer_cannot_hear_are_left_as_they_are(controller, fresh, why):
     def enter() -> None:
