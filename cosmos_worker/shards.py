@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -161,8 +162,10 @@ class HashingFile(io.BufferedIOBase):
         return self._result
 
     def __del__(self) -> None:
-        # The base class would close, which means fsync: a file that nobody closed is abandoned.
-        self.abandon()
+        # The base class would close, which means fsync: a file that nobody closed is abandoned. Not when the interpreter ends: its threads
+        # stand still then, and are not to be waited for.
+        if not sys.is_finalizing():
+            self.abandon()
 
     def _block(self, index: int) -> _Block:
         """The block for the next bytes, free to be filled."""

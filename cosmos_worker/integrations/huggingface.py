@@ -296,6 +296,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
         """Make durable what this machine's ranks wrote: only their own kernel can. The first rank's is done when it hashes."""
         if args.local_process_index != 0 or args.process_index == 0:
             return
+        if not any((self._run / place.path).glob("*/trainer_state.json")):
+            raise UsageError(
+                f"{self._run / place.path} has no trainer_state.json, which the first rank has written: output_dir has to be one directory that "
+                "all machines share"
+            )
         for path in sorted((self._run / place.path).rglob("*")):
             if path.is_file():
                 with durable.storage_errors(path, "open"), path.open("rb") as file:
@@ -303,7 +308,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # the extra ma
 
     def _commit(self, args: Any, state: Any, place: Place) -> None:
         assert self._execution is not None, "the first rank has begun it"
-        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         metadata = ControllerResumeMetadata(
             completed_training_steps=state.global_step,
             completed_optimizer_updates=state.global_step,

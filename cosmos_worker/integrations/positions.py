@@ -18,16 +18,26 @@ from cosmos_worker.errors import UsageError
 
 #: Settings that the place depends on, where a trainer has them. The last three are TRL's.
 _SETTINGS = (
-    *("world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed"),
+    # The batch of a process, for as many devices as it drives by itself.
+    *("world_size", "train_batch_size", "gradient_accumulation_steps", "seed", "data_seed"),
     *("dataloader_drop_last", "train_sampling_strategy"),
     *("num_generations", "steps_per_generation", "num_iterations"),
 )
 
 
+#: How accelerate deals batches to processes.
+_DEALING = ("split_batches", "dispatch_batches", "even_batches")
+
+
 def settings(args: Any, train_dataset: Any) -> dict[str, Any]:
     """What the place depends on, by name: settings of `args`, and the dataset's length where it has one."""
     length = len(train_dataset) if hasattr(train_dataset, "__len__") else None
-    return {name: getattr(args, name) for name in _SETTINGS if hasattr(args, name)} | {"train_dataset_length": length}
+    dealing = {name: getattr(args.accelerator_config, name) for name in _DEALING}
+    return (
+        {name: getattr(args, name) for name in _SETTINGS if hasattr(args, name)}
+        | dealing
+        | {"train_dataset_length": length}
+    )
 
 
 def place(steps: int, order: dict[str, Any]) -> dict[str, Any]:

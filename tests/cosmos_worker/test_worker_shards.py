@@ -9,6 +9,8 @@ import fcntl
 import hashlib
 import io
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -187,6 +189,36 @@ def test_a_writer_waits_for_a_slow_disk_and_memory_stays_bounded(tmp_path, small
     go.release(shards._BLOCKS)
     file.close()
     assert written == [BLOCK] * (shards._BLOCKS + 1)
+
+
+HANGS = """
+import sys, threading
+from pathlib import Path
+from cosmos_ctrl.checkpoints import direct
+from cosmos_worker.shards import HashingFile, SystemCalls
+
+hanging = threading.Event()
+
+def write(fd, data):
+    hanging.set()
+    threading.Event().wait()
+
+file = HashingFile(Path(sys.argv[1]), calls=SystemCalls(write=write))
+if sys.argv[2] == "waits":
+    threading.Thread(target=file.write, args=(bytes(9 * direct.BLOCK_BYTES),), daemon=True).start()
+else:
+    file.write(bytes(direct.BLOCK_BYTES))
+assert hanging.wait(30)
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("writer", ["waits", "is gone"])
+def test_g9_a_write_that_hangs_keeps_no_process(tmp_path, writer):
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, tmp_path / "a", writer], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
 
 
 def test_a_block_that_cannot_be_written_ends_the_file_and_its_threads(tmp_path, small_blocks):

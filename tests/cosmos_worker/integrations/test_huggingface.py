@@ -225,7 +225,8 @@ def test_what_resume_chose_has_to_be_given_to_train(trainers: Trainers, finished
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"args": {"per_device_train_batch_size": 4}}, "per_device_train_batch_size"),
+        ({"args": {"per_device_train_batch_size": 4}}, "train_batch_size"),
+        ({"args": {"accelerator_config": {"even_batches": False}}}, "even_batches"),
         ({"args": {"seed": 12}}, "seed"),
         ({"sequences": 19}, "train_dataset_length"),
         ({"options": {"compatibility": {"dataset": "sha256:aa"}}}, "dataset"),
@@ -382,6 +383,14 @@ def test_each_machine_makes_durable_what_its_ranks_wrote_before_anything_is_publ
     assert "rng_state_2.pth" not in third["synced"]
     assert first["code"] == second["code"] == third["code"] == 0
     assert steps_of(run) == [(2, 3)]
+
+
+def test_machines_that_do_not_share_the_directory_commit_nothing(trainers: Trainers, tmp_path: Path) -> None:
+    run, machines = tmp_path / "run", {"places": [[0, 1], [0, 1]], "args": {"max_steps": 3}}
+    first, second = trainers.ranks(run, 2, directories={"1": str(tmp_path / "elsewhere")}, **machines)
+    assert (first["error"], second["error"]) == ("RankFailedError", "UsageError")
+    assert "one directory that all machines share" in second["message"]
+    assert not committed(run)
 
 
 def test_what_fails_on_one_rank_fails_on_all(trainers: Trainers, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def tiny_tokenizer() -> Any:
 def common(task: dict[str, Any]) -> dict[str, Any]:
     """Arguments that all trainers are given."""
     return {
-        "output_dir": task["directory"],
+        "output_dir": task.get("directories", {}).get(os.environ.get("RANK", ""), task["directory"]),
         "use_cpu": True,
         "report_to": [],
         "save_strategy": "steps",
