@@ -65,9 +65,14 @@ BUGS = {
     "batches_too_large": "reports everything that it has in one batch",
     "final_later": "ends at the first refusal, whatever RetryInfo says",
     "final_outage": "ends at the first call that nobody answers",
+    "final_cancelled": "ends at CANCELLED",
+    "heartbeats_unheard": "does not look at the execution ID of an answer to a heartbeat",
     "unknown_notice_fatal": "ends at a notice that it does not know",
     "no_address_is_an_error": "ends with 11 where no address is set",
 }
+
+#: The library's own answers after which the same is sent again.
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 _GO_ON = 0.05
 _CALL_S = 10.0
@@ -107,6 +112,7 @@ class Worker:
         self.unacknowledged: deque[reports_pb2.ReportBatch] = deque()
         self.batches = self.applied = self.notices = 0
         self.told = 0
+        self.beats = False
         signal.signal(signal.SIGTERM, self.terminate)
 
     def terminate(self, *_: object) -> None:
@@ -137,7 +143,8 @@ class Worker:
 
     def check(self, header: pb.ResponseHeader) -> None:
         self.pinned = self.pinned or header.execution_id
-        if header.execution_id != self.pinned and self.bug != "ignores_headers":
+        deaf = self.bug == "ignores_headers" or (self.bug == "heartbeats_unheard" and self.beats)
+        if header.execution_id != self.pinned and not deaf:
             ends(10, "another controller answers", self.bug)
 
     def recover(self, error: grpc.RpcError) -> str:
@@ -153,7 +160,7 @@ class Worker:
             if self.bug != "ignores_retry_info":
                 time.sleep(delay_s)
             return "again"
-        if not reason and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        if not reason and code in (_LOST[:2] if self.bug == "final_cancelled" else _LOST):
             return "again"
         if reason in ("STALE_EXECUTION", "SUPERSEDED"):
             if self.bug in ("retries_stale", "adopts_executions"):
@@ -300,7 +307,9 @@ class Worker:
                 batch=content,
             )
 
+        self.beats = batch is None
         response = self.call(self.stub.SubmitReports, request)
+        self.beats = False
         self.heard_at = time.monotonic()
         trusted = self.bug == "trusts_any_answer" and batch is not None
         self.acknowledged(batch.number if trusted and batch is not None else response.ack.applied)

@@ -59,6 +59,8 @@ CAUGHT = {
     "batches_too_large": ("small_limits", "limits"),
     "final_later": ("a_reason_of_tomorrow", "exit_code"),
     "final_outage": ("another_execution_at_the_same_address", "exit_code"),
+    "final_cancelled": ("cancelled", "exit_code"),
+    "heartbeats_unheard": ("another_header_at_a_heartbeat", "terminal"),
     "unknown_notice_fatal": ("unknown_notices", "exit_code"),
     "no_address_is_an_error": ("no_address", "exit_code"),
 }
