@@ -145,8 +145,8 @@ class _Tapped:
         now = self._now
         if now.has("lose_reply"):
             await self._cut()
-        reason, retry_s = _told(status)
-        self._script.observer.refused(now.heard, status.code.name, reason, retry_s)
+        info, retry_s = _told(status)
+        self._script.observer.refused(now.heard, status.code.name, info, retry_s)
         await self._context.abort_with_status(status)
 
     async def read(self) -> Any:
@@ -188,8 +188,8 @@ def to_status(wanted: Status) -> grpc.Status:
     return status
 
 
-def _told(status: grpc.Status) -> tuple[str, float | None]:
-    reason, retry_s = "", None
+def _told(status: grpc.Status) -> tuple[error_details_pb2.ErrorInfo, float | None]:
+    told, retry_s = error_details_pb2.ErrorInfo(), None
     found = status_pb2.Status()
     for key, value in status.trailing_metadata or ():
         if key == "grpc-status-details-bin":
@@ -197,10 +197,10 @@ def _told(status: grpc.Status) -> tuple[str, float | None]:
     for packed in found.details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if packed.Unpack(info) and info.domain == DOMAIN:
-            reason = info.reason
+            told = info
         elif packed.Unpack(retry):
             retry_s = retry.retry_delay.ToNanoseconds() / 1e9
-    return reason, retry_s if reason else None
+    return told, retry_s if told.reason else None
 
 
 def batch_of(raw: bytes) -> bytes:

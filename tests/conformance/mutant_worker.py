@@ -67,6 +67,7 @@ BUGS = {
     "final_outage": "ends at the first call that nobody answers",
     "final_cancelled": "ends at CANCELLED",
     "heartbeats_unheard": "does not look at the execution ID of an answer to a heartbeat",
+    "ignores_expected": "sends again from batch 1 after SEQUENCE_GAP, whatever is expected",
     "unknown_notice_fatal": "ends at a notice that it does not know",
     "no_address_is_an_error": "ends with 11 where no address is set",
 }
@@ -112,7 +113,8 @@ class Worker:
         self.unacknowledged: deque[reports_pb2.ReportBatch] = deque()
         self.batches = self.applied = self.notices = 0
         self.told = 0
-        self.beats = False
+        self.beats = self.rewinds = False
+        self.first: reports_pb2.ReportBatch | None = None
         signal.signal(signal.SIGTERM, self.terminate)
 
     def terminate(self, *_: object) -> None:
@@ -154,6 +156,7 @@ class Worker:
             ends(11, f"{code.name} {reason}", self.bug)
         if reason == "NOT_REGISTERED":
             return "register"
+        self.rewinds = reason == "SEQUENCE_GAP" and self.bug == "ignores_expected"
         if reason == "SEQUENCE_GAP" or self.bug == "retries_everything":
             return "again"
         if reason and delay_s is not None and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
@@ -288,6 +291,7 @@ class Worker:
         if end:
             batch.end.reason = end
         self.unacknowledged.append(batch)
+        self.first = self.first or batch
 
     def send(self, batch: reports_pb2.ReportBatch | None) -> None:
         def request(failures: int) -> pb.SubmitReportsRequest:
@@ -300,6 +304,8 @@ class Worker:
             acked = self.applied + (self.bug == "confirms_unacknowledged")
             notices = self.notices + (self.bug == "confirms_unheard_notices")
             content = batch if batch in self.unacknowledged else None  # a new session may have said that it is applied
+            if self.rewinds:
+                content = self.first
             return pb.SubmitReportsRequest(
                 worker=self.identity(),
                 acked_through=0 if quiet else acked,
@@ -309,7 +315,7 @@ class Worker:
 
         self.beats = batch is None
         response = self.call(self.stub.SubmitReports, request)
-        self.beats = False
+        self.beats = self.rewinds = False
         self.heard_at = time.monotonic()
         trusted = self.bug == "trusts_any_answer" and batch is not None
         self.acknowledged(batch.number if trusted and batch is not None else response.ack.applied)

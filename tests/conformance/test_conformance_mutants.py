@@ -61,6 +61,7 @@ CAUGHT = {
     "final_outage": ("another_execution_at_the_same_address", "exit_code"),
     "final_cancelled": ("cancelled", "exit_code"),
     "heartbeats_unheard": ("another_header_at_a_heartbeat", "terminal"),
+    "ignores_expected": ("sequence_gap_after_batches_that_are_applied", "batch_numbers"),
     "unknown_notice_fatal": ("unknown_notices", "exit_code"),
     "no_address_is_an_error": ("no_address", "exit_code"),
 }
