@@ -309,7 +309,9 @@ class Observer:
     ) -> None:
         prompt = self._prompt_of(lease.group.prompt_key)
         if payloads != [prompt + f"#{index}".encode() for index in indices] or rows.payload_codec != "bytes":
-            self._broke("content", f'payloads {prompt.decode()}#INDEX of {indices}, payload_codec "bytes"', heard)
+            self._broke(
+                "content", f'payloads {prompt[:_SHOWN].decode()}#INDEX of {indices}, payload_codec "bytes"', heard
+            )
         if rewards != [float(index) for index in indices]:
             self._broke("content", f"rewards {[float(index) for index in indices]}", heard)
         lowest, highest = rows.lowest_versions[row], rows.highest_versions[row]

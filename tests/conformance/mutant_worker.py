@@ -63,6 +63,7 @@ BUGS = {
     "reports_cancelled": "returns what was cancelled",
     "ignores_sources": "completes everything",
     "batches_too_large": "reports everything that it has in one batch",
+    "ignores_bytes": "fills a batch to its number of completions, however many bytes they are",
     "final_later": "ends at the first refusal, whatever RetryInfo says",
     "final_outage": "ends at the first call that nobody answers",
     "final_cancelled": "ends at CANCELLED",
@@ -74,6 +75,9 @@ BUGS = {
 
 #: The library's own answers after which the same is sent again.
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+#: Bounds of what a message has beside its rows, and of what a row's key and size take.
+_MESSAGE_BYTES, _ROW_BYTES = 1024, 8
 
 _GO_ON = 0.05
 _CALL_S = 10.0
@@ -251,21 +255,19 @@ class Worker:
         if self.bug == "first_word_only":
             masks = masks[:1]
         found = []
-        for word, mask in enumerate(masks):
-            if not mask:
-                continue
+        # One row for each completion, so that a batch may end after any.
+        for index in [64 * word + bit for word, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1]:
             rows = reports_pb2.RolloutRows(outcome=outcome, reason=reason, groups=[group.group], leases=[group.lease])
-            rows.words.append(word)
-            rows.masks.append(mask)
+            rows.words.append(index // 64)
+            rows.masks.append(1 << index % 64)
             if outcome == reports_pb2.OUTCOME_COMPLETED:
                 version = 0 if self.bug == "wrong_version" else self.version
-                indices = [64 * word + bit for bit in range(64) if mask >> bit & 1]
                 rows.lowest_versions.append(version)
                 rows.highest_versions.append(version)
-                rows.rewards.extend(1.0 if self.bug == "wrong_reward" else float(index) for index in indices)
+                rows.rewards.append(1.0 if self.bug == "wrong_reward" else float(index))
                 rows.payload_codec = "bytes"
-                mark = (lambda index: b"") if self.bug == "wrong_payload" else (lambda index: f"#{index}".encode())
-                rows.payloads.extend(group.payload + mark(index) for index in indices)
+                mark = b"" if self.bug == "wrong_payload" else f"#{index}".encode()
+                rows.payloads.append(group.payload + mark)
             found.append(rows)
         return found * (2 if self.bug == "reports_twice" else 1)
 
@@ -285,8 +287,10 @@ class Worker:
         number = self.batches + (self.bug == "skips_a_number" and self.batches == 2)
         batch = reports_pb2.ReportBatch(number=number)
         room = 1 << 30 if self.bug == "batches_too_large" else self.limits.max_batch_completions
-        while self.pending and (size := self.pending[0].masks[0].bit_count()) <= room:
-            room -= size
+        room_bytes = 1 << 30 if self.bug == "ignores_bytes" else self.limits.max_message_bytes - _MESSAGE_BYTES
+        while self.pending and room > 0 and (size := self.pending[0].ByteSize() + _ROW_BYTES) <= room_bytes:
+            room -= 1
+            room_bytes -= size
             batch.rollouts.append(self.pending.popleft())
         if end:
             batch.end.reason = end

@@ -57,6 +57,7 @@ CAUGHT = {
     "reports_cancelled": ("cancelled_leases", "cancelled"),
     "ignores_sources": ("every_outcome", "outcome"),
     "batches_too_large": ("small_limits", "limits"),
+    "ignores_bytes": ("small_messages", "limits"),
     "final_later": ("a_reason_of_tomorrow", "exit_code"),
     "final_outage": ("another_execution_at_the_same_address", "exit_code"),
     "final_cancelled": ("cancelled", "exit_code"),
