@@ -21,6 +21,7 @@ PLAIN = frozenset(
         "withhold_ack",
         "unknown_fields",
         "unknown_notice",
+        "unknown_refusal",
         "foreign_header",
         "lapse",
         "cancel_leases",

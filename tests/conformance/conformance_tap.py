@@ -32,8 +32,9 @@ _REQUESTS: dict[str, Any] = {
     "StreamReports": pb.StreamReportsRequest,
 }
 
-#: A field number and an execution that no controller knows.
+#: A field number, a reason of a refused row, and an execution that no controller knows.
 _UNKNOWN_FIELD = 1999
+_UNKNOWN_REASON: Any = 99
 FOREIGN = "f" * 32
 
 _CUT = "the connection is cut (by the conformance suite)"
@@ -136,6 +137,10 @@ class _Tapped:
         if now.has("unknown_notice"):
             for notice in response.ack.notices:
                 notice.CopyFrom(_unknown_kind(notice))
+        if now.has("unknown_refusal"):
+            for notice in response.ack.notices:
+                if notice.HasField("refused"):
+                    notice.refused.reason = _UNKNOWN_REASON
         self._script.observer.answered(now.heard, response, foreign=now.has("foreign_header"))
         raw: bytes = self._handler.response_serializer(response)
         return raw + _unknown_field() if now.has("unknown_fields") else raw

@@ -70,6 +70,7 @@ BUGS = {
     "heartbeats_unheard": "does not look at the execution ID of an answer to a heartbeat",
     "ignores_expected": "sends again from batch 1 after SEQUENCE_GAP, whatever is expected",
     "unknown_notice_fatal": "ends at a notice that it does not know",
+    "unknown_refusal_fatal": "ends at a row that is refused for a reason that it does not know",
     "no_address_is_an_error": "ends with 11 where no address is set",
 }
 
@@ -331,6 +332,8 @@ class Worker:
     def hear(self, notice: reports_pb2.Notice) -> None:
         if notice.WhichOneof("kind") is None and self.bug == "unknown_notice_fatal":
             ends(11, "a notice that is not known", self.bug)
+        if self.bug == "unknown_refusal_fatal" and notice.refused.reason not in reports_pb2.RefusalReason.values():
+            ends(11, "a refusal that is not known", self.bug)
         for lease in notice.cancelled.leases:
             group = self.held.pop(lease, None)
             if group is not None and self.bug == "reports_cancelled":

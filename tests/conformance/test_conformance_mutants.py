@@ -64,6 +64,7 @@ CAUGHT = {
     "heartbeats_unheard": ("another_header_at_a_heartbeat", "terminal"),
     "ignores_expected": ("sequence_gap_after_batches_that_are_applied", "batch_numbers"),
     "unknown_notice_fatal": ("unknown_notices", "exit_code"),
+    "unknown_refusal_fatal": ("a_refusal_of_tomorrow", "exit_code"),
     "no_address_is_an_error": ("no_address", "exit_code"),
 }
 
