@@ -40,7 +40,12 @@ class WindowLimits:
     total_bytes: int = 256 << 20
     """In the whole window."""
     message_bytes: int = 64 << 20
-    """No item is larger."""
+    """No item and no batch is larger."""
+
+    @property
+    def batch_room(self) -> int:
+        """Bytes of items that make a batch full."""
+        return min(self.batch_bytes, self.message_bytes - _OVERHEAD_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +252,7 @@ class ReportWindow:
         return (
             not self._formed
             or self._pending_completions >= limits.batch_completions
-            or self._pending_bytes >= limits.batch_bytes
+            or self._pending_bytes >= limits.batch_room
         )
 
     def _form(self) -> None:
@@ -258,7 +263,7 @@ class ReportWindow:
             item_order = kind_order(item)
             if items and (
                 completions + item.completions > self.limits.batch_completions
-                or size + item_size > self.limits.batch_bytes
+                or size + item_size > self.limits.batch_room
                 or (item_order is not None and item_order < order)
             ):
                 break

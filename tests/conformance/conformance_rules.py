@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf import json_format
+from google.rpc import error_details_pb2
 
 from cosmos_ctrl.v1 import controller_service_pb2 as pb
 from cosmos_ctrl.v1 import reports_pb2
@@ -125,6 +126,7 @@ class Observer:
         self._version = 0
         self._batches: dict[int, bytes] = {}
         self._end_batch = 0
+        self._expected = 1
         self._applied = self._acked = 0
         self._cancelled_by: dict[int, int] = {}
         self.notices_told = self.notices_confirmed = 0
@@ -220,6 +222,8 @@ class Observer:
 
     def _heard_batch(self, heard: Heard) -> None:
         batch, limits = heard.message.batch, self._limits
+        if batch.number < self._expected:
+            self._broke("batch_numbers", f"batch {self._expected} or later, as SEQUENCE_GAP said", heard)
         known = self._batches.get(batch.number)
         if known is not None:
             if known != heard.batch:
@@ -305,7 +309,9 @@ class Observer:
     ) -> None:
         prompt = self._prompt_of(lease.group.prompt_key)
         if payloads != [prompt + f"#{index}".encode() for index in indices] or rows.payload_codec != "bytes":
-            self._broke("content", f'payloads {prompt.decode()}#INDEX of {indices}, payload_codec "bytes"', heard)
+            self._broke(
+                "content", f'payloads {prompt[:_SHOWN].decode()}#INDEX of {indices}, payload_codec "bytes"', heard
+            )
         if rewards != [float(index) for index in indices]:
             self._broke("content", f"rewards {[float(index) for index in indices]}", heard)
         lowest, highest = rows.lowest_versions[row], rows.highest_versions[row]
@@ -357,8 +363,11 @@ class Observer:
                 if number in self._leases:
                     self._leases[number].cancelled = True
 
-    def refused(self, heard: Heard, code: str, reason: str, retry_s: float | None) -> None:
-        """A status is delivered; `reason` is empty where it has no ErrorInfo of ours."""
+    def refused(self, heard: Heard, code: str, info: error_details_pb2.ErrorInfo, retry_s: float | None) -> None:
+        """A status is delivered; `info` is empty where it has no ErrorInfo of ours."""
+        reason = info.reason
+        if reason == "SEQUENCE_GAP" and heard.family == "reports":
+            self._expected = int(info.metadata["expected"])
         if retry_s is not None:
             self._not_before[heard.family] = time.monotonic() + _OF_DELAY * retry_s
         elif reason not in _GOES_ON if reason else code not in _LOST:

@@ -81,11 +81,6 @@ async def run_scenario(scenario: Scenario, command: Sequence[str], limit_s: floa
             await stage.close()
 
 
-def prompt_of(key: str) -> bytes:
-    """The payload of a prompt, by its key."""
-    return f"prompt {key}".encode()
-
-
 class _Trainer(Worker):
     """A trainer rank that confirms what is acknowledged."""
 
@@ -106,7 +101,7 @@ class _Run:
 
         def prompt(index: int) -> Prompt:
             key = f"p{index}"
-            return Prompt(key, sources[index], prompt_of(key), "bytes")
+            return Prompt(key, sources[index], scenario.prompt_of(key), "bytes")
 
         self.house = House(
             directory,
@@ -198,7 +193,9 @@ class _Stage:
         self._process: asyncio.subprocess.Process
         given = {"given": self._run.house.core.identity.id, "other": FOREIGN, "none": ""}
         self._execution_id = given[scenario.execution_id]
-        self.observer = Observer(execution_id=self._execution_id, in_flight=scenario.in_flight, prompt_of=prompt_of)
+        self.observer = Observer(
+            execution_id=self._execution_id, in_flight=scenario.in_flight, prompt_of=scenario.prompt_of
+        )
 
     async def open(self) -> None:
         await self._run.open()

@@ -21,6 +21,7 @@ PLAIN = frozenset(
         "withhold_ack",
         "unknown_fields",
         "unknown_notice",
+        "unknown_refusal",
         "foreign_header",
         "lapse",
         "cancel_leases",
@@ -87,6 +88,8 @@ class Scenario:
     sources: tuple[str, ...]
     """Source of each prompt; the sampler's order is its own."""
     n_generation: int
+    prompt_bytes: int
+    """Of each prompt, at least."""
     policy: dict[str, Any]
     partly: int
     """So many groups have their completion 0 already, from another worker."""
@@ -101,6 +104,10 @@ class Scenario:
     expect: Expectation
     slow: bool
     """Takes seconds by what it checks; run with ``--slow``."""
+
+    def prompt_of(self, key: str) -> bytes:
+        """The payload of a prompt, by its key."""
+        return f"prompt {key}".encode().ljust(self.prompt_bytes, b".")
 
 
 def load() -> list[Scenario]:
@@ -124,7 +131,7 @@ def _scenario(entry: dict[str, Any], where: str) -> Scenario:
     where = f"{where}: {entry.get('name')}"
     _only(entry, {"name", "why", "run", "launch", "script", "expect", "slow"}, where)
     run, launch, expect = entry.get("run", {}), entry.get("launch", {}), entry["expect"]
-    _only(run, {"sources", "n_generation", "policy", "partly", "gate"}, where)
+    _only(run, {"sources", "n_generation", "prompt_bytes", "policy", "partly", "gate"}, where)
     _only(launch, {"execution_id", "address", "in_flight"}, where)
     _only(expect, {f.name for f in fields(Expectation)}, where)
     return Scenario(
@@ -132,6 +139,7 @@ def _scenario(entry: dict[str, Any], where: str) -> Scenario:
         why=entry["why"],
         sources=tuple(run.get("sources", ["plain"] * 4)),
         n_generation=run.get("n_generation", 2),
+        prompt_bytes=run.get("prompt_bytes", 0),
         policy=run.get("policy", {}),
         partly=run.get("partly", 0),
         gate=_one_of(run.get("gate", "open"), ("open", "closed"), where),

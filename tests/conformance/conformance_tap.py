@@ -32,8 +32,9 @@ _REQUESTS: dict[str, Any] = {
     "StreamReports": pb.StreamReportsRequest,
 }
 
-#: A field number and an execution that no controller knows.
+#: A field number, a reason of a refused row, and an execution that no controller knows.
 _UNKNOWN_FIELD = 1999
+_UNKNOWN_REASON: Any = 99
 FOREIGN = "f" * 32
 
 _CUT = "the connection is cut (by the conformance suite)"
@@ -136,6 +137,10 @@ class _Tapped:
         if now.has("unknown_notice"):
             for notice in response.ack.notices:
                 notice.CopyFrom(_unknown_kind(notice))
+        if now.has("unknown_refusal"):
+            for notice in response.ack.notices:
+                if notice.HasField("refused"):
+                    notice.refused.reason = _UNKNOWN_REASON
         self._script.observer.answered(now.heard, response, foreign=now.has("foreign_header"))
         raw: bytes = self._handler.response_serializer(response)
         return raw + _unknown_field() if now.has("unknown_fields") else raw
@@ -145,8 +150,8 @@ class _Tapped:
         now = self._now
         if now.has("lose_reply"):
             await self._cut()
-        reason, retry_s = _told(status)
-        self._script.observer.refused(now.heard, status.code.name, reason, retry_s)
+        info, retry_s = _told(status)
+        self._script.observer.refused(now.heard, status.code.name, info, retry_s)
         await self._context.abort_with_status(status)
 
     async def read(self) -> Any:
@@ -188,8 +193,8 @@ def to_status(wanted: Status) -> grpc.Status:
     return status
 
 
-def _told(status: grpc.Status) -> tuple[str, float | None]:
-    reason, retry_s = "", None
+def _told(status: grpc.Status) -> tuple[error_details_pb2.ErrorInfo, float | None]:
+    told, retry_s = error_details_pb2.ErrorInfo(), None
     found = status_pb2.Status()
     for key, value in status.trailing_metadata or ():
         if key == "grpc-status-details-bin":
@@ -197,10 +202,10 @@ def _told(status: grpc.Status) -> tuple[str, float | None]:
     for packed in found.details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if packed.Unpack(info) and info.domain == DOMAIN:
-            reason = info.reason
+            told = info
         elif packed.Unpack(retry):
             retry_s = retry.retry_delay.ToNanoseconds() / 1e9
-    return reason, retry_s if reason else None
+    return told, retry_s if told.reason else None
 
 
 def batch_of(raw: bytes) -> bytes:

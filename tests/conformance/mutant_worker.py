@@ -63,11 +63,22 @@ BUGS = {
     "reports_cancelled": "returns what was cancelled",
     "ignores_sources": "completes everything",
     "batches_too_large": "reports everything that it has in one batch",
+    "ignores_bytes": "fills a batch to its number of completions, however many bytes they are",
     "final_later": "ends at the first refusal, whatever RetryInfo says",
     "final_outage": "ends at the first call that nobody answers",
+    "final_cancelled": "ends at CANCELLED",
+    "heartbeats_unheard": "does not look at the execution ID of an answer to a heartbeat",
+    "ignores_expected": "sends again from batch 1 after SEQUENCE_GAP, whatever is expected",
     "unknown_notice_fatal": "ends at a notice that it does not know",
+    "unknown_refusal_fatal": "ends at a row that is refused for a reason that it does not know",
     "no_address_is_an_error": "ends with 11 where no address is set",
 }
+
+#: The library's own answers after which the same is sent again.
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+
+#: Bounds of what a message has beside its rows, and of what a row's key and size take.
+_MESSAGE_BYTES, _ROW_BYTES = 1024, 8
 
 _GO_ON = 0.05
 _CALL_S = 10.0
@@ -107,6 +118,8 @@ class Worker:
         self.unacknowledged: deque[reports_pb2.ReportBatch] = deque()
         self.batches = self.applied = self.notices = 0
         self.told = 0
+        self.beats = self.rewinds = False
+        self.first: reports_pb2.ReportBatch | None = None
         signal.signal(signal.SIGTERM, self.terminate)
 
     def terminate(self, *_: object) -> None:
@@ -137,7 +150,8 @@ class Worker:
 
     def check(self, header: pb.ResponseHeader) -> None:
         self.pinned = self.pinned or header.execution_id
-        if header.execution_id != self.pinned and self.bug != "ignores_headers":
+        deaf = self.bug == "ignores_headers" or (self.bug == "heartbeats_unheard" and self.beats)
+        if header.execution_id != self.pinned and not deaf:
             ends(10, "another controller answers", self.bug)
 
     def recover(self, error: grpc.RpcError) -> str:
@@ -147,13 +161,14 @@ class Worker:
             ends(11, f"{code.name} {reason}", self.bug)
         if reason == "NOT_REGISTERED":
             return "register"
+        self.rewinds = reason == "SEQUENCE_GAP" and self.bug == "ignores_expected"
         if reason == "SEQUENCE_GAP" or self.bug == "retries_everything":
             return "again"
         if reason and delay_s is not None and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
             if self.bug != "ignores_retry_info":
                 time.sleep(delay_s)
             return "again"
-        if not reason and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        if not reason and code in (_LOST[:2] if self.bug == "final_cancelled" else _LOST):
             return "again"
         if reason in ("STALE_EXECUTION", "SUPERSEDED"):
             if self.bug in ("retries_stale", "adopts_executions"):
@@ -241,21 +256,19 @@ class Worker:
         if self.bug == "first_word_only":
             masks = masks[:1]
         found = []
-        for word, mask in enumerate(masks):
-            if not mask:
-                continue
+        # One row for each completion, so that a batch may end after any.
+        for index in [64 * word + bit for word, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1]:
             rows = reports_pb2.RolloutRows(outcome=outcome, reason=reason, groups=[group.group], leases=[group.lease])
-            rows.words.append(word)
-            rows.masks.append(mask)
+            rows.words.append(index // 64)
+            rows.masks.append(1 << index % 64)
             if outcome == reports_pb2.OUTCOME_COMPLETED:
                 version = 0 if self.bug == "wrong_version" else self.version
-                indices = [64 * word + bit for bit in range(64) if mask >> bit & 1]
                 rows.lowest_versions.append(version)
                 rows.highest_versions.append(version)
-                rows.rewards.extend(1.0 if self.bug == "wrong_reward" else float(index) for index in indices)
+                rows.rewards.append(1.0 if self.bug == "wrong_reward" else float(index))
                 rows.payload_codec = "bytes"
-                mark = (lambda index: b"") if self.bug == "wrong_payload" else (lambda index: f"#{index}".encode())
-                rows.payloads.extend(group.payload + mark(index) for index in indices)
+                mark = b"" if self.bug == "wrong_payload" else f"#{index}".encode()
+                rows.payloads.append(group.payload + mark)
             found.append(rows)
         return found * (2 if self.bug == "reports_twice" else 1)
 
@@ -275,12 +288,15 @@ class Worker:
         number = self.batches + (self.bug == "skips_a_number" and self.batches == 2)
         batch = reports_pb2.ReportBatch(number=number)
         room = 1 << 30 if self.bug == "batches_too_large" else self.limits.max_batch_completions
-        while self.pending and (size := self.pending[0].masks[0].bit_count()) <= room:
-            room -= size
+        room_bytes = 1 << 30 if self.bug == "ignores_bytes" else self.limits.max_message_bytes - _MESSAGE_BYTES
+        while self.pending and room > 0 and (size := self.pending[0].ByteSize() + _ROW_BYTES) <= room_bytes:
+            room -= 1
+            room_bytes -= size
             batch.rollouts.append(self.pending.popleft())
         if end:
             batch.end.reason = end
         self.unacknowledged.append(batch)
+        self.first = self.first or batch
 
     def send(self, batch: reports_pb2.ReportBatch | None) -> None:
         def request(failures: int) -> pb.SubmitReportsRequest:
@@ -293,6 +309,8 @@ class Worker:
             acked = self.applied + (self.bug == "confirms_unacknowledged")
             notices = self.notices + (self.bug == "confirms_unheard_notices")
             content = batch if batch in self.unacknowledged else None  # a new session may have said that it is applied
+            if self.rewinds:
+                content = self.first
             return pb.SubmitReportsRequest(
                 worker=self.identity(),
                 acked_through=0 if quiet else acked,
@@ -300,7 +318,9 @@ class Worker:
                 batch=content,
             )
 
+        self.beats = batch is None
         response = self.call(self.stub.SubmitReports, request)
+        self.beats = self.rewinds = False
         self.heard_at = time.monotonic()
         trusted = self.bug == "trusts_any_answer" and batch is not None
         self.acknowledged(batch.number if trusted and batch is not None else response.ack.applied)
@@ -312,6 +332,8 @@ class Worker:
     def hear(self, notice: reports_pb2.Notice) -> None:
         if notice.WhichOneof("kind") is None and self.bug == "unknown_notice_fatal":
             ends(11, "a notice that is not known", self.bug)
+        if self.bug == "unknown_refusal_fatal" and notice.refused.reason not in reports_pb2.RefusalReason.values():
+            ends(11, "a refusal that is not known", self.bug)
         for lease in notice.cancelled.leases:
             group = self.held.pop(lease, None)
             if group is not None and self.bug == "reports_cancelled":

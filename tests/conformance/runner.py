@@ -1,7 +1,7 @@
 """Drives a client binary through every scenario: ``python tests/conformance/runner.py [options] -- COMMAND…``.
 
 COMMAND is started once for each scenario, as one worker; docs/conformance.md says what it has to do. Ends with 0 when every scenario
-passed, with 1 when one did not, and with 2 when there is nothing to run.
+passed, with 1 when one did not, and with 2 when there is nothing to run, or no such program.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -60,6 +61,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
     parser.add_argument("command", nargs="+", help="one worker; started once for each scenario")
     options = parser.parse_args(arguments)
+    program = options.command[0]
+    if shutil.which(program) is None:
+        parser.error(
+            f"{program!r} is no program: expected an executable file or a name on the PATH; build the client first"
+        )
     scenarios = load()
     if unknown := set(options.only) - {scenario.name for scenario in scenarios}:
         parser.error(f"no scenario is called {', '.join(sorted(unknown))}; there are {[s.name for s in scenarios]}")

@@ -57,9 +57,14 @@ CAUGHT = {
     "reports_cancelled": ("cancelled_leases", "cancelled"),
     "ignores_sources": ("every_outcome", "outcome"),
     "batches_too_large": ("small_limits", "limits"),
+    "ignores_bytes": ("small_messages", "limits"),
     "final_later": ("a_reason_of_tomorrow", "exit_code"),
     "final_outage": ("another_execution_at_the_same_address", "exit_code"),
+    "final_cancelled": ("cancelled", "exit_code"),
+    "heartbeats_unheard": ("another_header_at_a_heartbeat", "terminal"),
+    "ignores_expected": ("sequence_gap_after_batches_that_are_applied", "batch_numbers"),
     "unknown_notice_fatal": ("unknown_notices", "exit_code"),
+    "unknown_refusal_fatal": ("a_refusal_of_tomorrow", "exit_code"),
     "no_address_is_an_error": ("no_address", "exit_code"),
 }
 

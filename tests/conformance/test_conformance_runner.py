@@ -38,6 +38,14 @@ def test_a_scenario_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[
     assert "no scenario is called nothing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("program", ["no-such-program", "./no-such-program", __file__])
+def test_a_program_that_cannot_be_started_is_an_error(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        runner.main([*ONE, program])
+    assert caught.value.code == 2
+    assert f"{program!r} is no program" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

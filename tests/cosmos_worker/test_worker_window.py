@@ -236,6 +236,18 @@ def test_bytes_are_bounded_too_and_one_item_always_fits():
         ReportWindow(WindowLimits(message_bytes=8192)).append(rollout(1, 0, payload=b"x" * 8192))
 
 
+def test_a_batch_is_no_larger_than_a_message_of_the_controllers():
+    window = ReportWindow(WindowLimits(message_bytes=1 << 16))
+    for index in range(40):
+        window.append(rollout(1, index, payload=b"x" * 5000))
+    sizes = []
+    while (batch := window.next_batch()) is not None:
+        sizes.append(decoded(batch).ByteSize())
+        window.on_ack(batch.number)
+    assert len(sizes) == 4
+    assert max(sizes) < 1 << 16
+
+
 def test_an_estimate_is_never_below_the_message():
     items = [rollout(1 << 60, 63, lease=1 << 60, payload=b"x" * size) for size in (0, 1, 1000)]
     batch = form_batch(1, items)

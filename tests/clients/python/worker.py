@@ -41,12 +41,15 @@ class Worker:
         elif group.source == "return" and first:
             await self._rollout.give_back(group)
         else:
-            weights = self._rollout.weights
-            await self._rollout.report_group(
-                group,
-                rewards=[float(index) for index in group.pending],
-                payloads=[(group.payload or b"") + f"#{index}".encode() for index in group.pending],
-                versions=weights.version if weights else 0,
+            await self._complete(group)
+
+    async def _complete(self, group: LeasedGroup) -> None:
+        # One by one: a group that is reported at once has to fit into one message.
+        weights = self._rollout.weights
+        for index in tuple(group.pending):
+            payload = (group.payload or b"") + f"#{index}".encode()
+            await self._rollout.report(
+                group, index, payload, reward=float(index), versions=weights.version if weights else 0
             )
 
 
